@@ -1,0 +1,5 @@
+"""``python -m segcal``."""
+
+from segcal.cli import main
+
+main()

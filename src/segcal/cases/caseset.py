@@ -1,0 +1,228 @@
+"""A set of cases: lazy, re-iterable, sliceable; split by patient, sharded over machines, read ahead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, overload
+
+import numpy as np
+import torch
+
+from segcal.errors import InputError, SegcalError
+from segcal.types import Case
+
+# Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
+PREFETCH_BYTES = 256 * 2**20
+
+Groups = str | Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class CaseRef:
+    """A case that has not been opened: its name, and how to open it."""
+
+    id: str
+    open: Callable[[], Case]
+
+
+class Split(NamedTuple):
+    """Three disjoint parts of a :class:`CaseSet`."""
+
+    calibration: CaseSet
+    validation: CaseSet
+    test: CaseSet
+
+
+@dataclass(frozen=True)
+class CaseSet(Sequence[Case]):
+    """Cases of one dataset, opened when asked for.
+
+    Iterating opens each case anew and reads the next one in the background; nothing is kept once the caller lets go.
+    ``cases[3]`` is a case, ``cases[2:5]`` and ``cases.select(ids)`` are case sets.
+
+    Example:
+        >>> from segcal.synthetic import scenes
+        >>> cases = scenes(10, size=(32, 40))
+        >>> [len(part) for part in cases.split(calibration=0.5, validation=0.2, test=0.3, seed=1)]
+        [5, 2, 3]
+    """
+
+    refs: Sequence[CaseRef]
+    num_classes: int
+    ignore_index: int = 255
+    class_names: tuple[str, ...] | None = None
+    groups: Groups | None = None
+    splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The names of the cases, in order."""
+        return tuple(ref.id for ref in self.refs)
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    @overload
+    def __getitem__(self, index: int) -> Case: ...
+    @overload
+    def __getitem__(self, index: slice) -> CaseSet: ...
+    def __getitem__(self, index: int | slice) -> Case | CaseSet:
+        if isinstance(index, slice):
+            return replace(self, refs=self.refs[index])
+        return self.refs[index].open()
+
+    def __iter__(self) -> Iterator[Case]:
+        if not self.refs:
+            return
+        with _background() as submit:
+            ahead = submit(self.refs[0])
+            for following in self.refs[1:]:
+                case = ahead.result()
+                ahead = submit(following)
+                yield case
+                del case  # Otherwise it would live on while the next one is awaited.
+            yield ahead.result()
+
+    def select(self, ids: Sequence[str]) -> CaseSet:
+        """The cases with these names, in the order given."""
+        known = {ref.id: ref for ref in self.refs}
+        missing = [name for name in ids if name not in known]
+        if missing:
+            raise InputError(
+                f"no case named {', '.join(map(repr, missing[:5]))}", where="ids", expected=_some(self.ids)
+            )
+        return replace(self, refs=tuple(known[name] for name in ids))
+
+    def shard(self, rank: int, world: int) -> CaseSet:
+        """Every ``world``-th case from ``rank`` on: the share of one of ``world`` processes."""
+        if not 0 <= rank < world:
+            raise InputError(f"rank {rank} of world {world}", where="shard", expected="0 <= rank < world")
+        return replace(self, refs=self.refs[rank::world])
+
+    def split(
+        self,
+        calibration: float | int | None = None,
+        validation: float | int | None = None,
+        test: float | int | None = None,
+        *,
+        seed: int = 0,
+        groups: Groups | None = None,
+    ) -> Split:
+        """Disjoint random parts, as fractions of the cases or as whole numbers of cases.
+
+        Without sizes, the splits named in ``segcal.toml`` are returned or, where there are none, 50/20/30 percent.
+        ``groups`` keeps cases together that belong together (one patient's volumes): a function of the case name, a
+        mapping, or a regular expression whose first group (or whole match) is the group's name. The order of the
+        files does not matter: the same names and seed give the same parts.
+        """
+        if calibration is validation is test is None:
+            if self.splits:
+                known = set(self.ids)
+                return Split(
+                    *(self.select([i for i in self.splits.get(part, ()) if i in known]) for part in Split._fields)
+                )
+            calibration, validation, test = 0.5, 0.2, 0.3
+        wanted = _sizes((calibration or 0, validation or 0, test or 0), len(self))
+        members = _by_group(self.ids, groups or self.groups)
+        names = sorted(members)
+        np.random.default_rng(seed).shuffle(names)
+        parts = _fill([(name, len(members[name])) for name in names], wanted)
+        for part, size, chosen in zip(Split._fields, wanted, parts, strict=True):
+            if size and not chosen:
+                raise InputError(
+                    f"{len(self)} cases in {len(names)} groups leave the {part} part empty",
+                    where="split",
+                    expected="at least one group for every part asked for",
+                    fix="use fewer parts, other sizes, or smaller groups",
+                )
+        order = {name: position for position, name in enumerate(self.ids)}
+        return Split(
+            *(self.select(sorted((i for name in part for i in members[name]), key=order.__getitem__)) for part in parts)
+        )
+
+
+@contextmanager
+def _background() -> Iterator[Callable[[CaseRef], Future[Case]]]:
+    """One thread that opens cases ahead.
+
+    It computes on one core: two pools of threads that spin on the same cores slow each other down twentyfold. torch
+    gives the setting of one thread to all threads born later, so it is put back at the end.
+    """
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1, "segcal-prefetch", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield lambda ref: pool.submit(_open_ahead, ref)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _open_ahead(ref: CaseRef) -> Case:
+    """Open a case and read it unless it is huge. Read errors are left for whoever asks for the tensor."""
+    case = ref.open()
+    with suppress(SegcalError):
+        if 4 * int(np.prod(case.shape, dtype=np.int64)) <= PREFETCH_BYTES:
+            case.load()
+    return case
+
+
+def _sizes(parts: tuple[float | int, ...], total: int) -> list[int]:
+    """Fractions or counts to counts that fit; rounding gives the remainder to the earlier parts."""
+    if any(part < 0 for part in parts):
+        raise InputError(f"sizes {parts}", where="split", expected="no negative size")
+    if all(isinstance(part, int) or part == 0 for part in parts):
+        counts = [int(part) for part in parts]
+    elif sum(parts) <= 1 + 1e-9:
+        edges = np.floor(np.cumsum(parts) * total + 0.5).astype(int)
+        counts = np.diff(edges, prepend=0).tolist()
+    else:
+        raise InputError(f"sizes {parts}", where="split", expected="fractions that sum to at most 1, or whole numbers")
+    if sum(counts) > total:
+        raise InputError(f"{sum(counts)} cases asked for", where="split", expected=f"at most the {total} there are")
+    return counts
+
+
+def _by_group(ids: Sequence[str], groups: Groups | None) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {}
+    for name in ids:
+        members.setdefault(_group_of(name, groups), []).append(name)
+    return members
+
+
+def _group_of(name: str, groups: Groups | None) -> str:
+    if groups is None:
+        return name
+    if isinstance(groups, str):
+        match = re.search(groups, name)
+        if match is None:
+            raise InputError(
+                f"the pattern {groups!r} does not match case '{name}'",
+                where="groups",
+                expected="a regular expression that finds the group in every case name",
+            )
+        return match.group(1) if match.re.groups else match.group()
+    if isinstance(groups, Mapping):
+        if name not in groups:
+            raise InputError(f"case '{name}' has no group", where="groups", expected="a group for every case")
+        return groups[name]
+    return groups(name)
+
+
+def _fill(groups: list[tuple[str, int]], wanted: list[int]) -> list[list[str]]:
+    """Give each group, largest first, to the part that lacks the most cases; the order among equals is random."""
+    parts: list[list[str]] = [[] for _ in wanted]
+    missing = list(wanted)
+    for name, size in sorted(groups, key=lambda group: -group[1]):
+        part = max(range(len(wanted)), key=missing.__getitem__)
+        if missing[part] <= 0:
+            break
+        parts[part].append(name)
+        missing[part] -= size
+    return parts
+
+
+def _some(names: Sequence[str]) -> str:
+    return "one of " + ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

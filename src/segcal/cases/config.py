@@ -1,0 +1,158 @@
+"""``segcal.toml``: what a dataset folder is, where the plain convention does not say it all."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from segcal.errors import ConfigError
+from segcal.types import Kind
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_NAME = "segcal.toml"
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """The keys of ``segcal.toml``; every one is optional. Folders are relative to the file.
+
+    Example:
+        >>> parse_config({"kind": "probs", "ignore_index": 0}).kind
+        'probs'
+    """
+
+    layout: Literal["plain", "nnunet"] = "plain"
+    kind: Kind | None = None
+    """``logits`` or ``probs``; the folder names ``logits/`` and ``probs/`` declare it too."""
+    scores: str | None = None
+    """Folder of the scores. Plain layout: ``logits`` or ``probs``; nnunet: the folder itself."""
+    labels: str | None = None
+    images: str | None = None
+    masks: str | None = None
+    posteriors: str | None = None
+    classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    ignore_index: int | None = None
+    """Label that takes a voxel out of everything; 255 by default."""
+    pooling: Kind | None = None
+    """Space in which ensemble members are averaged; by default the one they are stored in."""
+    multilabel: bool | None = None
+    """Channels are sigmoid outputs that may overlap; each is a two-class problem."""
+    regions: Mapping[str, tuple[int, ...]] | None = None
+    """Multi-label data with an integer label map: which labels make up each channel, in channel order."""
+    exterior: Literal["mask", "keep"] | None = None
+    """Whether exact one-hot background connected to the border is masked (nnunet: yes; plain: no)."""
+    axes: Literal["zyx", "xyz"] = "zyx"
+    """Order of the spatial axes in array files (npy, npz, zarr, h5, tif); NIfTI needs no declaration."""
+    key: str | None = None
+    """Name of the score array in npz, h5 and zarr files that hold several."""
+    spacing: tuple[float, ...] | Mapping[str, tuple[float, ...]] | None = None
+    """Voxel size per spatial axis ``(z, y, x)``, for all cases or per case; NIfTI files bring their own."""
+    groups: str | None = None
+    """Regular expression that finds the group (patient) in a case name, so that splits keep groups together."""
+    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """``calibration``, ``validation``, ``test``: lists of case names."""
+
+    def with_defaults(self) -> DatasetConfig:
+        """Fill in what follows from the rest."""
+        return replace(
+            self,
+            ignore_index=255 if self.ignore_index is None else self.ignore_index,
+            multilabel=bool(self.multilabel or self.regions),
+            exterior=self.exterior or ("mask" if self.layout == "nnunet" else "keep"),
+        )
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "layout": ("plain", "nnunet"),
+    "kind": ("logits", "probs"),
+    "pooling": ("logits", "probs"),
+    "exterior": ("mask", "keep"),
+    "axes": ("zyx", "xyz"),
+}
+_TYPES: dict[str, type] = {"classes": int, "ignore_index": int, "multilabel": bool}
+_TEXTS = ("scores", "labels", "images", "masks", "posteriors", "key", "groups")
+
+
+def load_config(path: Path) -> DatasetConfig:
+    """Read a ``segcal.toml``."""
+    try:
+        with path.open("rb") as file:
+            raw = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file") from None
+    try:
+        return parse_config(raw)
+    except ConfigError as error:
+        raise error.at(where=str(path)) from None
+
+
+def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:
+    """Check the keys and values of a configuration and give them their types."""
+    known = [item.name for item in fields(DatasetConfig)]
+    for name in raw:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"unknown key '{name}'",
+                expected="one of " + ", ".join(known),
+                fix=f"did you mean '{close[0]}'?" if close else None,
+            )
+    return DatasetConfig(**{name: _parse(name, value) for name, value in raw.items() if value is not None})
+
+
+def _parse(name: str, value: Any) -> Any:
+    if name in _CHOICES:
+        return _require(name, value, value in _CHOICES[name], " or ".join(map(repr, _CHOICES[name])))
+    if name in _TYPES:
+        exact = isinstance(value, _TYPES[name]) and (_TYPES[name] is bool or not isinstance(value, bool))
+        return _require(name, value, exact, {int: "a whole number", bool: "true or false"}[_TYPES[name]])
+    if name in _TEXTS:
+        return _require(name, value, isinstance(value, str), "a text")
+    if name == "class_names":
+        return tuple(_require(name, value, _is_list(value, str), "a list of texts"))
+    if name == "spacing" and not isinstance(value, Mapping):
+        return _spacing(name, value)
+    table = _require(name, value, isinstance(value, Mapping), "a table")
+    if name == "spacing":
+        return {case: _spacing(f"spacing.{case}", item) for case, item in table.items()}
+    if name == "regions":
+        return {
+            region: tuple(_require(f"regions.{region}", item, _is_list(item, int), "a list of labels"))
+            for region, item in table.items()
+        }
+    parts = ("calibration", "validation", "test")
+    return {
+        part: tuple(
+            _require(
+                f"splits.{part}",
+                item,
+                part in parts and _is_list(item, str),
+                f"{', '.join(parts)}: lists of case names",
+            )
+        )
+        for part, item in table.items()
+    }
+
+
+def _spacing(name: str, value: Any) -> tuple[float, ...]:
+    good = _is_list(value, (int, float)) and all(item > 0 for item in value)
+    return tuple(float(item) for item in _require(name, value, good, "a list of positive numbers, one per axis"))
+
+
+def _is_list(value: Any, item: type | tuple[type, ...]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(v, item) for v in value)
+
+
+def _require(name: str, value: Any, good: bool, expected: str) -> Any:
+    if not good:
+        raise ConfigError(f"{name} = {value!r}", expected=expected)
+    return value

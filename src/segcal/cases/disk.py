@@ -1,0 +1,308 @@
+"""One case read from its files: scores pooled and canonical, labels and masks checked, geometry compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segcal.cases.config import DatasetConfig
+from segcal.cases.formats import Array, ArrayFile, Geometry, open_array, split_suffix
+from segcal.cases.layout import CaseFiles
+from segcal.cases.nnunet import exterior
+from segcal.errors import DataError, SegcalError
+from segcal.scores import Pool, canonical_logits, pool
+from segcal.types import row_slices
+
+_SCORE_KEYS = ("probabilities", "logits", "probs", "softmax", "scores")
+_LABEL_KEYS = ("labels", "label", "segmentation", "seg", "mask")
+_OWN_GEOMETRY = (".nii", ".nii.gz", ".png")
+# Scores pooled at once: 4 MB as float64, which stays in cache between the steps.
+_POOL_VALUES = 2**19
+
+
+@dataclass(frozen=True)
+class Oriented:
+    """An array file seen as ``(channels..., *spatial)`` in canonical order, whatever the order in the file."""
+
+    file: ArrayFile
+    leading: int
+    reverse: bool = False
+    squeeze: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape as seen from here."""
+        lead, spatial = self.file.shape[: self.leading], self.file.shape[self.leading + self.squeeze :]
+        return (*lead, *(spatial[::-1] if self.reverse else spatial))
+
+    def read(self, rows: slice) -> Array:
+        """All channels of some rows."""
+        spatial = [slice(None)] * (len(self.file.shape) - self.leading)
+        spatial[-1 if self.reverse else int(self.squeeze)] = rows
+        array = self.file.read((*(slice(None),) * self.leading, *spatial))
+        if self.squeeze:
+            array = array.squeeze(self.leading)
+        return (
+            array.transpose(*range(self.leading), *reversed(range(self.leading, array.ndim))) if self.reverse else array
+        )
+
+
+class DiskCase:
+    """The files of one case as a :class:`segcal.types.CaseSource`."""
+
+    def __init__(self, files: CaseFiles, config: DatasetConfig) -> None:
+        self.files, self.config, self.id = files, config, files.id
+        assert config.kind is not None
+        assert config.ignore_index is not None
+        self.kind, self.ignore_index, self.multilabel = config.kind, config.ignore_index, bool(config.multilabel)
+        try:
+            self._label = open_array(files.label, usual=_LABEL_KEYS) if files.label else None
+            self.members = [self._orient_scores(path) for path in files.members]
+            self._check_shapes()
+            self.spacing = self._geometry()
+        except SegcalError as error:
+            raise error.at(case=self.id) from None
+
+    # -- what is known from the headers ---------------------------------------------------------------------------
+
+    def _orient(self, path: Path, leading: int, usual: tuple[str, ...] = (), key: str | None = None) -> Oriented:
+        file = open_array(path, key=key, usual=usual)
+        return Oriented(file, leading, reverse=self.config.axes == "xyz" and not path.name.endswith(_OWN_GEOMETRY))
+
+    def _orient_scores(self, path: Path) -> Oriented:
+        scores = self._orient(path, 1, _SCORE_KEYS, self.config.key)
+        file = scores.file
+        if path.suffix == ".png":
+            raise DataError("PNG cannot hold scores", where=str(path), expected="npy, npz, nii.gz, tif, zarr or h5")
+        if self.kind == "logits" and file.key in ("probabilities", "probs", "softmax"):
+            raise DataError(
+                f"declared as logits, but the array is named '{file.key}'",
+                where=str(path),
+                expected="one kind",
+                fix="put probabilities into probs/ or declare kind = 'probs'",
+            )
+        file.require_complete()
+        # A 2D case of nnU-Net is (C, 1, H, W), a NIfTI vector image (C, 1, z, y, x): the singleton is no spatial axis.
+        if self._label is not None:
+            flat = len(file.shape) - len(self._label.shape) == 2
+        else:
+            flat = self.files.prediction is not None and self.files.prediction.suffix == ".png"
+        return Oriented(file, 1, scores.reverse, squeeze=flat and len(file.shape) > 3 and file.shape[1] == 1)
+
+    def _check_shapes(self) -> None:
+        first = self.members[0]
+        channels, *spatial = first.shape
+        if not spatial or 0 in first.shape:
+            raise DataError(f"scores of shape {first.shape}", where=str(first.file.path), expected="(C, *spatial)")
+        for member in self.members[1:]:
+            if member.shape != first.shape:
+                raise DataError(
+                    f"this ensemble member has shape {member.shape}",
+                    where=str(member.file.path),
+                    expected=f"{first.shape} as {first.file.path} has",
+                )
+        self.batch, self.num_classes = (channels, 2) if self.multilabel else (1, channels)
+        self.spatial = tuple(spatial)
+        if self._label is not None:
+            assert self.files.label is not None
+            # Multi-label truth has a channel axis, unless regions say how to make channels from an integer map.
+            leading = int(self.multilabel and not self.config.regions and len(self._label.shape) == len(first.shape))
+            self._labels = self._orient(self.files.label, leading, _LABEL_KEYS)
+            if self._labels.shape[leading:] != self.spatial:
+                raise self._mismatch(self._labels.shape[leading:], first)
+            if leading and self._labels.shape[0] != channels:
+                raise DataError(
+                    f"labels of {self._labels.shape[0]} channels",
+                    where=str(self.files.label),
+                    expected=f"{channels}, one per score channel",
+                )
+        if self.config.classes is not None and channels != self.config.classes:
+            raise DataError(
+                f"{channels} channels (shape {first.shape})",
+                where=str(first.file.path),
+                expected=f"{self.config.classes} classes, first axis",
+            )
+        self.sliceable = all(member.file.sliceable for member in self.members)
+
+    def _mismatch(self, label: tuple[int, ...], scores: Oriented) -> DataError:
+        shape = scores.shape
+        fix = "predict at the resolution of the labels, or resample before saving"
+        problem = f"labels have shape {label}, scores {shape}"
+        if label == self.spatial[::-1] and len(label) == 3:
+            other = "zyx" if self.config.axes == "xyz" else "xyz"
+            problem += ": the volume is transposed"
+            fix = f"write axes = '{other}' into segcal.toml"
+        elif shape[:-1] == label:
+            problem += ": the channels come last"
+            fix = "save channels first, numpy.moveaxis(scores, -1, 0)"
+        elif len(label) == 3 and label[1:] == self.spatial and label[0] in (3, 4):
+            problem = f"labels have {label[0]} colour channels"
+            fix = "save class indices (one channel), not colours"
+        return DataError(problem, where=str(self.files.label), expected=f"labels of shape {self.spatial}", fix=fix)
+
+    def _geometry(self) -> tuple[float, ...] | None:
+        """The spacing, after comparing the geometry of all files that have one."""
+        known: list[tuple[Path, Geometry]] = []
+        for path in (self.files.label, *self.files.members, self.files.prediction, self.files.mask, *self.files.images):
+            if path is None or not path.name.endswith((".nii", ".nii.gz")):
+                continue
+            geometry = open_array(path).geometry
+            assert geometry is not None
+            if known and not np.allclose(known[0][1].affine, geometry.affine, atol=1e-3):
+                off = float(np.abs(known[0][1].affine - geometry.affine).max())
+                raise DataError(
+                    f"affine differs from that of {known[0][0]} by up to {off:.4g}",
+                    where=str(path),
+                    expected="the same geometry in all files of a case",
+                    fix="resample one onto the other, or copy the right header",
+                )
+            known.append((path, geometry))
+        spacing = self.config.spacing
+        if isinstance(spacing, Mapping):
+            spacing = spacing.get(self.id)
+        if spacing is None and known:
+            spacing = known[0][1].zooms[: len(self.spatial)][::-1]
+        if spacing is not None and len(spacing) != len(self.spatial):
+            raise DataError(
+                f"spacing {spacing}", expected=f"one number for each of the {len(self.spatial)} spatial axes"
+            )
+        return None if spacing is None else tuple(spacing)
+
+    # -- what is read -------------------------------------------------------------------------------------------------
+
+    def logits(self, rows: slice) -> Tensor:
+        """Canonical logits of some rows, pooled over the members."""
+        shape = (self.batch, self.num_classes, rows.stop - rows.start, *self.spatial[1:])
+        space = self.config.pooling or self.kind
+        parts = list(row_slices(shape, _POOL_VALUES))
+        pooled = torch.empty(shape, dtype=torch.float32)
+        if self.sliceable:
+            for part in parts:
+                pooled[:, :, part] = pool((self._read(member, rows, part) for member in self.members), space)
+        else:  # Files that are decoded as a whole are decoded once each, and let go before the next.
+            pools = [Pool(space) for _ in parts]
+            for member in self.members:
+                for part, running in zip(parts, pools, strict=True):
+                    running.add(self._read(member, rows, part))
+                self._forget(member)
+            for part, running in zip(parts, pools, strict=True):
+                pooled[:, :, part] = running.result()
+        return pooled
+
+    def _read(self, member: Oriented, rows: slice, part: slice) -> Tensor:
+        """Canonical logits of one member in a part of the rows."""
+        try:
+            first = rows.start + part.start
+            scores = torch.from_numpy(np.ascontiguousarray(member.read(slice(first, rows.start + part.stop))))[None]
+            return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
+        except SegcalError as error:
+            raise error.at(case=self.id, where=str(member.file.path)) from None
+
+    def _forget(self, member: Oriented) -> None:
+        """Let go of a decoded file; the only member is kept, for the mask or the next rows."""
+        if len(self.members) > 1:
+            member.file.forget()
+
+    def labels(self, rows: slice) -> Tensor:
+        """Labels of some rows, in range or ignored."""
+        if self._label is None:
+            raise DataError("has no label", case=self.id, expected=f"a file labels/{self.id}.*")
+        try:
+            labels = _whole_numbers(self._labels.read(rows))
+            if self.config.regions:
+                regions = [np.isin(labels, region) for region in self.config.regions.values()]
+                self._check_range(labels, max(map(max, self.config.regions.values())) + 1, rows.start)
+                labels = np.where(labels == self.ignore_index, self.ignore_index, np.stack(regions))
+            else:
+                self._check_range(labels, self.num_classes, rows.start)
+        except SegcalError as error:
+            raise error.at(case=self.id, where=str(self.files.label)) from None
+        return torch.from_numpy(np.ascontiguousarray(labels, dtype=np.int64)).reshape(self.batch, -1, *self.spatial[1:])
+
+    def _check_range(self, labels: Array, count: int, first_row: int) -> None:
+        bad = (labels != self.ignore_index) & ((labels < 0) | (labels >= count))
+        if bad.any():
+            index = np.argwhere(bad)[0]
+            index[labels.ndim - len(self.spatial)] += first_row
+            values = np.unique(labels[bad])
+            raise DataError(
+                f"label {', '.join(map(str, values[:5]))} at {int(bad.sum())} voxels, first at {tuple(index.tolist())}",
+                expected=f"0..{count - 1}, or {self.ignore_index} to ignore",
+                fix=f"if {values[0]} means 'ignore', set ignore_index = {values[0]}; otherwise map the labels",
+            )
+
+    def mask(self, rows: slice) -> Tensor | None:
+        """Valid voxels of some rows: the user's mask, without nnU-Net's padded exterior."""
+        masks = []
+        if self.files.mask is not None:
+            user = self._extra(self.files.mask, 0, ("mask",)).read(rows)
+            masks.append(user != 0)
+        if self.config.exterior == "mask":
+            masks.append(~self._exterior()[rows])
+        if not masks:
+            return None
+        mask = torch.from_numpy(np.ascontiguousarray(np.logical_and.reduce(masks)))
+        return mask.expand(self.batch, *mask.shape)
+
+    def _exterior(self) -> Array:
+        if not hasattr(self, "_outside"):
+            background = np.ones(self.spatial, bool)
+            member_shape = (1, *self.members[0].shape)
+            for member in self.members:
+                for rows in row_slices(member_shape, _POOL_VALUES):
+                    scores = member.read(rows)
+                    # Softmax padding is (1, 0, ..., 0); sigmoid channels have no background channel and are all 0.
+                    background[rows] &= (scores[0] == (0 if self.multilabel else 1)) & (scores[1:] == 0).all(0)
+                self._forget(member)
+            self._outside = exterior(background)
+        return self._outside
+
+    def image(self, rows: slice) -> Tensor | None:
+        """The image ``(1, channels, rows, ...)``, in the values of its files."""
+        if not self.files.images:
+            return None
+        channels = []
+        for path in self.files.images:
+            extra = len(open_array(path).shape) - len(self.spatial)
+            array = self._extra(path, min(extra, 1), ("image",)).read(rows)
+            channels.append(array if extra else array[None])
+        return torch.from_numpy(np.ascontiguousarray(np.concatenate(channels), dtype=np.float32))[None]
+
+    def posterior(self, rows: slice) -> Tensor | None:
+        """The true posterior of a scene."""
+        if self.files.posterior is None:
+            return None
+        array = self._extra(self.files.posterior, 1, ("posterior",)).read(rows)
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))[None]
+
+    def _extra(self, path: Path, leading: int, usual: tuple[str, ...]) -> Oriented:
+        array = self._orient(path, leading, usual)
+        if array.shape[leading:] != self.spatial:
+            raise DataError(
+                f"has spatial shape {array.shape[leading:]}",
+                case=self.id,
+                where=str(path),
+                expected=f"{self.spatial} as the scores have",
+            )
+        return array
+
+    @property
+    def suffix(self) -> str:
+        """The format of the scores."""
+        parts = split_suffix(self.files.members[0].name)
+        assert parts is not None
+        return parts[1]
+
+
+def _whole_numbers(labels: Array) -> Array:
+    """Labels as int64; floating-point files are fine as long as every value is whole."""
+    if labels.dtype.kind == "f":
+        whole = np.isfinite(labels) & (labels == np.round(labels))
+        if not whole.all():
+            raise DataError(f"value {labels[~whole].flat[0]}", expected="whole numbers", fix="save a label map")
+    return labels.astype(np.int64)

@@ -1,0 +1,138 @@
+"""File formats by extension."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from numpy.typing import DTypeLike
+
+from segcal.cases.formats.arrays import NpyFile, NpySink, NpzFile, NpzSink
+from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Geometry, Index, reading
+from segcal.cases.formats.images import PngFile, PngSink, TiffFile, TiffSink
+from segcal.cases.formats.nifti import NiftiFile, NiftiSink
+from segcal.cases.formats.stores import H5File, H5Sink, ZarrFile, ZarrSink
+from segcal.errors import DataError, OutputError
+
+__all__ = [
+    "SUFFIXES",
+    "Array",
+    "ArrayFile",
+    "ArraySink",
+    "Geometry",
+    "Index",
+    "atomic_path",
+    "create_array",
+    "open_array",
+    "split_suffix",
+]
+
+_READERS: dict[str, Callable[[Path, str | None, Sequence[str]], ArrayFile]] = {
+    ".npy": NpyFile,
+    ".npz": NpzFile,
+    ".nii.gz": NiftiFile,
+    ".nii": NiftiFile,
+    ".png": PngFile,
+    ".tif": TiffFile,
+    ".tiff": TiffFile,
+    ".zarr": ZarrFile,
+    ".h5": H5File,
+    ".hdf5": H5File,
+}
+SUFFIXES = tuple(_READERS)
+
+
+def split_suffix(name: str) -> tuple[str, str] | None:
+    """``scan.01.nii.gz`` to ``("scan.01", ".nii.gz")``; None for names of no known format.
+
+    Example:
+        >>> split_suffix("scan.01.nii.gz"), split_suffix("notes.txt")
+        (('scan.01', '.nii.gz'), None)
+    """
+    for suffix in SUFFIXES:
+        if name.lower().endswith(suffix) and len(name) > len(suffix):
+            return name[: -len(suffix)], suffix
+    return None
+
+
+def open_array(path: Path, *, key: str | None = None, usual: Sequence[str] = ()) -> ArrayFile:
+    """Open an array file by its extension, reading its shape only."""
+    parts = split_suffix(path.name)
+    if parts is None:
+        raise DataError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
+    with reading(path):
+        return _READERS[parts[1]](path, key, usual)
+
+
+@contextmanager
+def create_array(
+    path: Path,
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    *,
+    row_axis: int,
+    key: str = "array",
+    geometry: Geometry | None = None,
+) -> Iterator[ArraySink]:
+    """Write an array under a temporary name; it appears under its own once complete, or not at all.
+
+    Zarr shards along ``row_axis``; parts of whole rows are best.
+    """
+    parts = split_suffix(path.name)
+    if parts is None:
+        raise OutputError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
+    with atomic_path(path) as temporary:
+        sink = _sink(parts[1], temporary, shape, dtype, row_axis, key, geometry)
+        yield sink
+        sink.close()
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` that takes its place when the block succeeds and vanishes when it fails."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if path.is_dir() and temporary.exists():
+            shutil.rmtree(path)
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(
+            f"cannot be written ({error.strerror or error})",
+            where=str(path),
+            expected="a writable folder with enough space",
+        ) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def _sink(
+    suffix: str,
+    path: Path,
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    row_axis: int,
+    key: str,
+    geometry: Geometry | None,
+) -> ArraySink:
+    if suffix == ".npy":
+        return NpySink(path, shape, dtype)
+    if suffix == ".npz":
+        return NpzSink(path, shape, dtype, key)
+    if suffix in (".nii", ".nii.gz"):
+        return NiftiSink(path, shape, dtype, geometry)
+    if suffix == ".png":
+        return PngSink(path, shape, dtype)
+    if suffix in (".tif", ".tiff"):
+        return TiffSink(path, shape, dtype)
+    if suffix == ".zarr":
+        return ZarrSink(path, shape, dtype, row_axis)
+    return H5Sink(path, shape, dtype, key)

@@ -1,0 +1,194 @@
+"""From a folder to the files of each case: the plain convention. Problems are collected, so that all can be shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from segcal.cases.config import DatasetConfig
+from segcal.cases.formats import split_suffix
+from segcal.errors import DataError, SegcalError
+from segcal.scores import KINDS
+
+_PICKLES = (".pkl", ".pickle", ".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class CaseFiles:
+    """The files of one case; several ``members`` make an ensemble."""
+
+    id: str
+    members: tuple[Path, ...]
+    label: Path | None = None
+    images: tuple[Path, ...] = ()
+    mask: Path | None = None
+    posterior: Path | None = None
+    prediction: Path | None = None
+    """nnU-Net's own segmentation, which knows the geometry that its npz file lacks."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds: configuration (completed), the files of its cases, the names of its ensemble members."""
+
+    config: DatasetConfig
+    cases: tuple[CaseFiles, ...]
+    members: tuple[str, ...] = ()
+    problems: list[SegcalError] = field(default_factory=list)
+
+
+def find_plain(root: Path, config: DatasetConfig) -> Found:
+    """Find the cases of a folder in the plain convention (``logits/`` or ``probs/``, ``labels/``, ...)."""
+    problems: list[SegcalError] = []
+    folder, config = _score_folder(root, config)
+    member_folders = sorted(
+        item for item in folder.iterdir() if item.is_dir() and not _hidden(item) and split_suffix(item.name) is None
+    )
+    loose = list_cases(folder, problems)
+    if member_folders and loose:
+        problems.append(
+            DataError(
+                f"holds score files and the folders {', '.join(item.name for item in member_folders)}",
+                where=str(folder),
+                expected="either one file per case, or one folder per ensemble member",
+            )
+        )
+        member_folders = []
+    cases = collect_members(
+        [list_cases(item, problems) for item in member_folders] or [loose], member_folders, problems
+    )
+    return attach(Found(config, cases, tuple(item.name for item in member_folders), problems), root)
+
+
+def list_cases(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
+    """Case name to file, for the files of known formats; two files for one case and pickles are problems."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if _hidden(path):
+            continue
+        parts = split_suffix(path.name)
+        if parts is None:
+            if path.suffix in _PICKLES:
+                problems.append(
+                    DataError(
+                        f"{path.suffix} files are pickles, which segcal never loads",
+                        where=str(path),
+                        expected="npy, npz, nii.gz, tif, zarr or h5",
+                        fix="save the array itself, e.g. numpy.save(file, tensor.numpy())",
+                    )
+                )
+        elif parts[0] in found:
+            problems.append(
+                DataError(
+                    f"two files for one case: {found[parts[0]].name} and {path.name}",
+                    case=parts[0],
+                    where=str(folder),
+                    expected="one",
+                    fix="remove or rename one of them",
+                )
+            )
+        else:
+            found[parts[0]] = path
+    return found
+
+
+def collect_members(
+    members: Sequence[dict[str, Path]], folders: Sequence[Path], problems: list[SegcalError]
+) -> tuple[CaseFiles, ...]:
+    """Put the members of each case together; a member that lacks a case is a problem, and the case is left out."""
+    cases = []
+    for name in sorted(set().union(*members)):
+        lacking = [folder.name for folder, files in zip(folders, members, strict=False) if name not in files]
+        if lacking:
+            problems.append(
+                DataError(
+                    f"no scores from the ensemble members {', '.join(lacking)}",
+                    case=name,
+                    expected="a file in every member's folder",
+                )
+            )
+        else:
+            cases.append(CaseFiles(name, tuple(files[name] for files in members)))
+    return tuple(cases)
+
+
+def attach(found: Found, root: Path) -> Found:
+    """Add labels, images, masks and posteriors to the cases, by name."""
+    config, problems = found.config, found.problems
+
+    def folder(declared: str | None, usual: str) -> dict[str, Path]:
+        path = root / (declared or usual)
+        if not path.is_dir():
+            if declared:
+                problems.append(
+                    DataError("is not a folder", where=str(path), expected=f"the {usual} that were declared")
+                )
+            return {}
+        return list_cases(path, problems)
+
+    labels, images = folder(config.labels, "labels"), folder(config.images, "images")
+    masks, posteriors = folder(config.masks, "masks"), folder(config.posteriors, "posteriors")
+    channels: dict[str, list[Path]] = {}
+    for name, path in images.items():  # nnU-Net names the channels of an image case_0000, case_0001, ...
+        channels.setdefault(re.sub(r"_\d{4}$", "", name), []).append(path)
+    cases = tuple(
+        replace(
+            case,
+            label=labels.get(case.id),
+            images=(images[case.id],) if case.id in images else tuple(channels.get(case.id, ())),
+            mask=masks.get(case.id),
+            posterior=posteriors.get(case.id),
+        )
+        for case in found.cases
+    )
+    return replace(found, cases=cases)
+
+
+def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfig]:
+    present = [kind for kind in KINDS if (root / kind).is_dir()]
+    if config.scores:
+        folder = root / config.scores
+        kind = config.kind or next((kind for kind in KINDS if kind == folder.name), None)
+        if kind is None:
+            raise _undeclared(f"the scores are in {config.scores}/, which does not say what they are", root)
+    elif not present:
+        raise _nothing_found(root)
+    else:
+        kind = config.kind or present[0]
+        folder = root / kind
+        if len(present) == 2 and config.kind is None:
+            raise _undeclared("there are both logits/ and probs/", root)
+    if not folder.is_dir():
+        raise DataError("is not a folder", where=str(folder), expected="the folder of the scores")
+    if folder.name in KINDS and folder.name != kind:
+        raise DataError(f"kind = '{kind}' but the folder is {folder.name}/", where=str(root), expected="one kind")
+    return folder, replace(config, kind=kind, scores=config.scores or kind)
+
+
+def _undeclared(problem: str, root: Path) -> DataError:
+    return DataError(
+        f"kind not declared: {problem}",
+        where=str(root),
+        expected="logits or probabilities, declared, because guessing would corrupt every number",
+        fix="name the folder logits/ or probs/, or write kind = 'logits' or kind = 'probs' into segcal.toml",
+    )
+
+
+def _nothing_found(root: Path) -> DataError:
+    entries = sorted(item.name + ("/" if item.is_dir() else "") for item in root.iterdir() if not _hidden(item))
+    if not entries:
+        return DataError("the folder is empty", where=str(root), expected="a dataset: logits/ or probs/, and labels/")
+    if any(name.endswith(".npz") or name.startswith("fold_") for name in entries):
+        return DataError(
+            "no logits/ or probs/ folder; it looks like an nnU-Net folder",
+            where=str(root),
+            fix="use --layout nnunet --labels FOLDER, or write layout = 'nnunet' and labels = '...' into segcal.toml",
+        )
+    shown = ", ".join(entries[:8]) + (", ..." if len(entries) > 8 else "")
+    return _undeclared(f"no folder named logits/ or probs/ (found {shown})", root)
+
+
+def _hidden(path: Path) -> bool:
+    return path.name.startswith(".")

@@ -1,0 +1,119 @@
+"""nnU-Net folders as they are: predictions, cross-validation results, several models; and their padded exterior."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import ndimage
+
+from segcal.cases.config import DatasetConfig
+from segcal.cases.formats import Array
+from segcal.cases.layout import CaseFiles, Found, attach, collect_members, list_cases
+from segcal.errors import DataError, SegcalError
+
+
+def find_nnunet(root: Path, config: DatasetConfig) -> Found:
+    """Find the cases of an nnU-Net folder.
+
+    Read as they are: the output of ``nnUNetv2_predict --save_probabilities`` (``<case>.npz``), a trained model's folder
+    (``fold_*/validation/<case>.npz``, every case from the fold that held it out), or a folder of several such outputs,
+    which is an ensemble. ``dataset.json`` gives class names, ignore label and regions. The pickled sidecars are not
+    opened. The ground truth is not in there: ``labels`` says where it is.
+    """
+    base = root / (config.scores or ".")
+    problems: list[SegcalError] = []
+    folds = sorted(base.glob("fold_*/validation"))
+    models = sorted(item.parent for item in base.glob("*/*.npz") if not item.parent.name.startswith("."))
+    members = list(dict.fromkeys(models))
+    if any(base.glob("*.npz")):
+        cases, members = collect_members([_scores(base, problems)], [base], problems), []
+    elif folds:
+        cases, members = _cross_validation(folds, problems), []
+    else:
+        cases = collect_members([_scores(item, problems) for item in members], members, problems) if members else ()
+    if not cases and not problems:
+        raise DataError(
+            "no <case>.npz files",
+            where=str(base),
+            expected="an nnU-Net folder with probabilities",
+            fix="predict with --save_probabilities (validation: nnUNetv2_train ... --val --npz)",
+        )
+    config = _with_description(base, members, replace(config, kind="probs"))
+    cases = tuple(replace(case, prediction=_prediction(case.members[0])) for case in cases)
+    return attach(Found(config, cases, tuple(item.name for item in members), problems), root)
+
+
+def exterior(background: Array) -> Array:
+    """Which of the exact one-hot background voxels are the padded exterior: those connected to the border.
+
+    Args:
+        background: ``(*spatial)`` bool, True where the scores are exactly (1, 0, ..., 0).
+
+    Example:
+        >>> exterior(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum()
+        np.int64(8)
+    """
+    pieces, _ = ndimage.label(background)
+    border = np.zeros(background.shape, bool)
+    for axis in range(background.ndim):
+        # A singleton axis is a 2D image in disguise: its faces are the whole image, not a border.
+        if background.shape[axis] > 1:
+            border[(slice(None),) * axis + ([0, -1],)] = True
+    touching = np.unique(pieces[border & background])
+    return np.isin(pieces, touching[touching > 0])
+
+
+def _scores(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
+    """The npz files of a folder; the segmentations of the same name beside them are not scores."""
+    return {path.stem: path for path in sorted(folder.glob("*.npz")) if not path.name.startswith(".")}
+
+
+def _cross_validation(folds: list[Path], problems: list[SegcalError]) -> tuple[CaseFiles, ...]:
+    found: dict[str, Path] = {}
+    for fold in folds:
+        for name, path in _scores(fold, problems).items():
+            if name in found:
+                problems.append(
+                    DataError(
+                        f"two files for one case: in {found[name].parent.parent.name} and {fold.parent.name}",
+                        case=name,
+                        expected="every case in the validation of one fold",
+                    )
+                )
+            found.setdefault(name, path)
+    return tuple(CaseFiles(name, (path,)) for name, path in sorted(found.items()))
+
+
+def _prediction(scores: Path) -> Path | None:
+    beside = list_cases(scores.parent, [])
+    candidates = (scores.with_name(scores.stem + suffix) for suffix in (".nii.gz", ".nii", ".png", ".tif"))
+    return next((path for path in candidates if beside and path.is_file()), None)
+
+
+def _with_description(base: Path, members: list[Path], config: DatasetConfig) -> DatasetConfig:
+    """Take over class names, ignore label and regions from ``dataset.json`` where the user declared none."""
+    path = next((item / "dataset.json" for item in (base, *members) if (item / "dataset.json").is_file()), None)
+    if path is None:
+        return config
+    try:
+        labels: dict[str, Any] = json.loads(path.read_text())["labels"]
+        regions = {
+            name: _as_tuple(value) for name, value in labels.items() if name != "ignore" and _as_tuple(value) != (0,)
+        }
+        ignore = labels.get("ignore")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"cannot be read ({error})", where=str(path), expected="nnU-Net's dataset.json") from None
+    if ignore is not None and config.ignore_index is None:
+        config = replace(config, ignore_index=int(ignore))
+    if any(len(value) > 1 for value in regions.values()):
+        return replace(config, multilabel=True, regions=config.regions or regions)
+    names = sorted((value, name) for name, value in labels.items() if name != "ignore")
+    return replace(config, class_names=config.class_names or tuple(name for _, name in names))
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)

@@ -1,0 +1,109 @@
+"""``open_cases``: from a folder to a :class:`CaseSet`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from segcal.cases.caseset import CaseRef, CaseSet
+from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_config
+from segcal.cases.disk import DiskCase
+from segcal.cases.layout import CaseFiles, Found, find_plain
+from segcal.cases.nnunet import find_nnunet
+from segcal.errors import ConfigError, DataError, SegcalError
+from segcal.types import Case
+
+
+def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **declared: Any) -> CaseSet:
+    """Open a dataset folder (or a ``segcal.toml`` that describes one elsewhere).
+
+    Files are listed now and read when a case is used. Everything ``segcal.toml`` may say can also be given as a
+    keyword, which then wins: ``open_cases("predictions", layout="nnunet", labels="/data/labelsTs")``. Folders are
+    relative to the dataset's.
+
+    Args:
+        path: The folder, or the path of a ``segcal.toml``.
+        need_labels: Raise now if a case has no label. Turn off to apply a calibrator to new data.
+        **declared: Keys of :class:`segcal.cases.config.DatasetConfig`.
+
+    Example:
+        >>> import tempfile, segcal
+        >>> from segcal.cases import write_dataset
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = write_dataset(segcal.synthetic.scenes(3, size=(32, 40)), folder)
+        >>> cases = segcal.open_cases(folder)
+        >>> len(cases), cases.num_classes, cases[0].logits.shape
+        (3, 6, torch.Size([1, 6, 32, 40]))
+    """
+    found = find_cases(Path(path), **declared)
+    problems = found.problems + (missing_labels(found) if need_labels else [])
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        shown = "\n".join(f"  - {problem}" for problem in problems[:10])
+        more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise DataError(f"{len(problems)} problems\n{shown}{more}\n", where=str(path), fix="see 'segcal check'")
+    return case_set(found)
+
+
+def find_cases(path: Path, **declared: Any) -> Found:
+    """List the files of a dataset without opening them, collecting problems instead of raising them."""
+    if not path.exists():
+        raise DataError("does not exist", where=str(path), expected="a dataset folder or a segcal.toml")
+    file = path if path.is_file() else path / CONFIG_NAME
+    root = file.parent
+    if path.is_file() and path.suffix != ".toml":
+        raise DataError("is a file", where=str(path), expected="a dataset folder or a segcal.toml")
+    config = load_config(file) if file.is_file() else DatasetConfig()
+    overrides = asdict(parse_config({name: value for name, value in declared.items() if value is not None}))
+    config = replace(config, **{name: overrides[name] for name in declared if declared[name] is not None})
+    found = find_nnunet(root, config) if config.layout == "nnunet" else find_plain(root, config)
+    found = replace(found, config=found.config.with_defaults())
+    if found.config.exterior == "mask" and found.config.kind == "logits":
+        raise ConfigError(
+            "exterior = 'mask' with logits", where=str(file), expected="probabilities, padded with one-hot"
+        )
+    if not found.cases and not found.problems:
+        raise DataError("no cases", where=str(root / (found.config.scores or ".")), expected="at least one score file")
+    return found
+
+
+def missing_labels(found: Found) -> list[SegcalError]:
+    """One error for each case without a label."""
+    folder = found.config.labels or "labels"
+    return [
+        DataError(
+            "no label",
+            case=case.id,
+            expected=f"a file {folder}/{case.id}.*",
+            fix="add it, remove the scores, or say where the labels are with --labels",
+        )
+        for case in found.cases
+        if case.label is None
+    ]
+
+
+def case_set(found: Found) -> CaseSet:
+    """The case set of listed files; opens the first case to learn the number of classes, which all must share."""
+    first = DiskCase(found.cases[0], found.config)
+    config = replace(found.config, classes=first.members[0].shape[0])
+    names = config.class_names
+    if names is not None and len(names) != config.classes:
+        raise ConfigError(f"{len(names)} class_names", expected=f"{config.classes}, one per channel of the scores")
+    assert config.ignore_index is not None
+    return CaseSet(
+        refs=tuple(CaseRef(files.id, partial(open_case, files, config)) for files in found.cases),
+        num_classes=first.num_classes,
+        ignore_index=config.ignore_index,
+        class_names=None if config.multilabel else names,
+        groups=config.groups,
+        splits=config.splits,
+    )
+
+
+def open_case(files: CaseFiles, config: DatasetConfig) -> Case:
+    """Open one case: reads headers, checks shapes and geometry."""
+    return Case(DiskCase(files, config))

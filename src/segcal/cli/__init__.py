@@ -1,0 +1,37 @@
+"""The command line: parse, call the library, print."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from segcal.cli.console import show_error
+from segcal.cli.data import check_command, pack_command, scenes_command
+from segcal.cli.demo import demo_command
+from segcal.errors import SegcalError
+
+app = typer.Typer(
+    name="segcal",
+    help="""Make the confidence of segmentation networks true.
+
+    Start with 'segcal demo', or with 'segcal check DATA' on your own predictions.""",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+app.command("check")(check_command)
+app.command("pack")(pack_command)
+app.command("scenes")(scenes_command)
+app.command("demo")(demo_command)
+
+
+def main() -> None:
+    """Run the command line; errors segcal knows become a message and exit code 1."""
+    try:
+        app()
+    except SegcalError as error:
+        show_error(error)
+        sys.exit(1)

@@ -1,0 +1,200 @@
+"""``segcal check``, ``segcal pack`` and ``segcal scenes``."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from segcal import synthetic
+from segcal.cases import open_cases, write_dataset
+from segcal.cases.open import find_cases
+from segcal.check import CheckReport, check
+from segcal.cli.console import out, progress
+
+
+class Layout(str, Enum):
+    """How a dataset folder is laid out."""
+
+    plain = "plain"
+    nnunet = "nnunet"
+
+
+class Format(str, Enum):
+    """File formats that hold scores."""
+
+    npy = "npy"
+    zarr = "zarr"
+    npz = "npz"
+    niigz = "nii.gz"
+    nii = "nii"
+    tif = "tif"
+    h5 = "h5"
+
+
+class StoredType(str, Enum):
+    """Precision of stored scores."""
+
+    float16 = "float16"
+    float32 = "float32"
+
+
+Data = Annotated[Path, typer.Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")]
+LayoutOption = Annotated[
+    Layout | None, typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
+]
+LabelsOption = Annotated[Path | None, typer.Option(help="Folder of the ground truth, where it is not DATA/labels.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:
+    """Command-line declarations as keywords of :func:`segcal.open_cases`; paths are relative to where the user is."""
+    given = {"layout": layout.value if layout else None, "labels": str(labels.absolute()) if labels else None}
+    return {name: value for name, value in given.items() if value}
+
+
+def check_command(data: Data, layout: LayoutOption = None, labels: LabelsOption = None, as_json: Json = False) -> None:
+    """Validate a dataset and show what it holds.
+
+    Reads every file of every case, lists all problems of all cases, and exits with 1 if there is any.
+
+    Example: segcal check study/
+    """
+    options = declared(layout, labels)
+    with progress("checking", len(find_cases(data, **options).cases)) as step:
+        report = check(data, progress=step, **options)
+    if as_json:
+        out.print_json(json.dumps(report.to_dict()))
+    else:
+        show_check(report)
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def pack_command(
+    data: Data,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new, empty, or with --resume.")],
+    layout: LayoutOption = None,
+    labels: LabelsOption = None,
+    dtype: Annotated[
+        StoredType, typer.Option(help="float16 halves the size and keeps every argmax.")
+    ] = StoredType.float16,
+    format: Annotated[
+        Format, typer.Option(help="npy is fastest; zarr is sharded, for stores and huge volumes.")
+    ] = Format.npy,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip outputs that are finished and read back right.")
+    ] = False,
+) -> None:
+    """Convert any dataset to the fast layout: one uncompressed, memory-mapped array per case.
+
+    Ensembles are pooled, probabilities become logits. Every file is written under a temporary name, read back and
+    compared, then renamed.
+
+    Example: segcal pack predictions/ packed/ --layout nnunet --labels labelsTs/
+    """
+    cases = open_cases(data, **declared(layout, labels))
+    with progress("packing", len(cases)) as step:
+        report = write_dataset(cases, output, dtype=dtype.value, format=format.value, resume=resume, progress=step)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("written", f"{report.cases - report.skipped} cases to {escape(str(output))}")
+    if report.skipped:
+        table.add_row("skipped", f"{report.skipped} finished cases, verified")
+    table.add_row("size", f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s")
+    if report.voxels:
+        table.add_row("NLL", f"{report.nll_input:.6f} as read, {report.nll_stored - report.nll_input:+.1e} as stored")
+    table.add_row("labels", "every argmax kept, every file read back and compared")
+    out.print(table)
+
+
+def scenes_command(
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
+    volumes: Annotated[bool, typer.Option("--volumes", help="Write the 12 volumes instead of the 64 images.")] = False,
+    seed: Annotated[int, typer.Option(help="Same seed, same scenes.")] = 0,
+    dtype: Annotated[StoredType, typer.Option(help="Precision of the stored logits.")] = StoredType.float32,
+    format: Annotated[Format, typer.Option(help="File format.")] = Format.npy,
+) -> None:
+    """Write synthetic scenes as a dataset: images, labels, overconfident logits, and the true posterior.
+
+    The labels are drawn from the posterior, so the true calibration error of anything is known.
+
+    Example: segcal scenes scenes/ && segcal check scenes/
+    """
+    cases = synthetic.demo_scenes(seed)[int(volumes)]
+    with progress("writing", len(cases)) as step:
+        report = write_dataset(cases, output, dtype=dtype.value, format=format.value, progress=step)
+    out.print(f"{report.cases} scenes, {report.bytes / 1e6:,.1f} MB, in {escape(str(output))}")
+
+
+def show_check(report: CheckReport) -> None:
+    """Print a check report as tables."""
+    facts = Table(
+        title=f"{escape(report.root)}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
+    facts.add_column(style="bold")
+    facts.add_row("cases", str(report.cases))
+    scores = f"{report.kind}, {_counted(report.dtypes)}, {_counted(report.formats)}"
+    facts.add_row("scores", scores + (f", layout {report.layout}" if report.layout != "plain" else ""))
+    if report.members:
+        facts.add_row(
+            "ensemble",
+            f"{len(report.members)} members ({escape(', '.join(report.members))}), pooled as {report.pooling}",
+        )
+    facts.add_row(
+        "classes", f"{report.channels} sigmoid channels" if report.multilabel else str(report.channels or "?")
+    )
+    shapes = [f"{' x '.join(map(str, shape))} ({count})" for shape, count in report.shapes.most_common(4)]
+    more = len(report.shapes) - 4
+    facts.add_row("shapes", ", ".join(shapes) + (f", {more} more" if more > 0 else ""))
+    spacings = [" x ".join(f"{v:g}" for v in spacing) for spacing in report.spacings if spacing]
+    if spacings:
+        facts.add_row("spacing", ", ".join(spacings[:3]) + (f", {len(spacings) - 3} more" if len(spacings) > 3 else ""))
+    if report.voxels:
+        facts.add_row("voxels", f"{report.voxels:,}")
+        facts.add_row("ignored", f"{report.ignored / report.voxels:.2%} (label {report.ignore_index})")
+        masked = "masked or exterior" if report.layout == "nnunet" else "masked"
+        facts.add_row(masked, f"{report.masked / report.voxels:.2%}")
+    if report.valid:
+        facts.add_row("accuracy", f"{report.correct / report.valid:.4f}")
+        facts.add_row("confidence", f"{report.confidence / report.valid:.4f}")
+        facts.add_row("NLL, entropy", f"{report.nll / report.valid:.4f}, {report.entropy / report.valid:.4f}")
+        facts.add_row("at a glance", _verdict(report))
+    out.print(facts)
+    if report.valid:
+        out.print(_class_table(report))
+    for note in report.notes:
+        out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    for problem in report.problems:
+        out.print(f"[bold red]problem[/] {escape(str(problem))}", soft_wrap=True)
+    count = len(report.problems)
+    out.print(f"[bold red]{count} problem{'s' if count > 1 else ''}[/]" if count else "[bold green]no problems[/]")
+
+
+def _class_table(report: CheckReport) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("class", "name", "labels", "predicted"):
+        table.add_column(column, justify="left" if column == "name" else "right")
+    names = ("outside", "inside") if report.multilabel else report.class_names
+    for index, (true, predicted) in enumerate(
+        zip(report.label_counts.tolist(), report.predicted_counts.tolist(), strict=True)
+    ):
+        name = escape(names[index]) if names else ""
+        table.add_row(str(index), name, f"{true / report.valid:.3%}", f"{predicted / report.valid:.3%}")
+    return table
+
+
+def _verdict(report: CheckReport) -> str:
+    """Over- or underconfident in words; a gap below a tenth of a percent is called balanced."""
+    if abs(report.gap) < 1e-3:
+        return f"[green]balanced[/] (confidence - accuracy = {report.gap:+.4f}, NLL - entropy = {report.balance:+.4f})"
+    word = "overconfident" if report.gap > 0 else "underconfident"
+    return f"[yellow]{word}[/] (confidence - accuracy = {report.gap:+.4f}, NLL - entropy = {report.balance:+.4f})"
+
+
+def _counted(values: dict[str, int]) -> str:
+    return " / ".join(values) or "?"

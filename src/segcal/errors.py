@@ -1,0 +1,68 @@
+"""One error family. Every message says which case or argument, what came, what was expected, and what to do."""
+
+from __future__ import annotations
+
+
+class SegcalError(ValueError):
+    """Base of all errors segcal raises on purpose.
+
+    Args:
+        problem: What came, in one clause.
+        expected: What would have been right.
+        fix: What the user can do about it.
+        case: The case it happened in.
+        where: The file, folder or argument it happened in.
+
+    Example:
+        >>> print(SegcalError("label 9", expected="0..5", fix="set ignore_index = 9", case="p01", where="labels/p01.png"))
+        case 'p01', labels/p01.png: label 9; expected 0..5. To fix: set ignore_index = 9.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        expected: str | None = None,
+        fix: str | None = None,
+        case: str | None = None,
+        where: str | None = None,
+    ) -> None:
+        self.problem, self.expected, self.fix, self.case, self.where = problem, expected, fix, case, where
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        place = ", ".join(part for part in (f"case '{self.case}'" if self.case else "", self.where or "") if part)
+        text = f"{place}: {self.problem}" if place else self.problem
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.fix:
+            text += f". To fix: {self.fix}"
+        return text if text.endswith(".") else text + "."
+
+    def at(self, *, case: str | None = None, where: str | None = None) -> SegcalError:
+        """The same error with the place filled in where it was not known yet."""
+        self.case, self.where = self.case or case, self.where or where
+        return self
+
+
+class InputError(SegcalError):
+    """An argument has the wrong shape, type or values."""
+
+
+class DataError(SegcalError):
+    """A dataset, or one case of it, is not as declared."""
+
+
+class ConfigError(SegcalError):
+    """A configuration file or option is wrong."""
+
+
+class OutputError(SegcalError):
+    """A result could not be written."""
+
+
+class MissingExtraError(SegcalError, ImportError):
+    """A library behind an optional extra is not installed."""
+
+    def __init__(self, library: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {library}, which is not installed", fix=f"pip install 'segcal[{extra}]'")

@@ -1,0 +1,229 @@
+"""Canonical logits, pooling of ensemble members, free energy, and the multi-label view.
+
+Shapes are ``(N, C, *spatial)`` throughout. Probabilities become ``log(clamp(p, tiny))``, which are logits up to a
+constant per voxel; logits keep their constant, because some calibrators see it and the user should be told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.types import Kind
+
+KINDS: tuple[Kind, ...] = ("logits", "probs")
+
+
+def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, first_row: int = 0) -> Tensor:
+    """Logits of the declared scores in float32 (float64 stays), checked: no NaN, no +inf, probabilities sum to 1.
+
+    With ``multilabel`` the K channels are sigmoid scores and come back as K two-class problems ``(N*K, 2, *spatial)``.
+    ``first_row`` says where in its case a part begins, so that errors name the right voxel.
+
+    Example:
+        >>> canonical_logits(torch.tensor([[0.25, 0.75]]), "probs").exp()
+        tensor([[0.2500, 0.7500]])
+    """
+    if kind not in KINDS:
+        raise InputError(f"kind is {kind!r}", expected="'logits' or 'probs'", fix="say which one the scores are")
+    if scores.ndim < 2:
+        raise InputError(f"scores have shape {tuple(scores.shape)}", expected="(N, C, *spatial)")
+    if not scores.is_floating_point():
+        raise InputError(
+            f"scores have dtype {scores.dtype}",
+            expected="floating point logits or probabilities",
+            fix="save the network's softmax or logits, not the label map or 8-bit previews",
+        )
+    if scores.shape[1] == 1 and not multilabel:
+        raise InputError(
+            "scores have one channel",
+            expected="at least two classes",
+            fix="declare a sigmoid output with multilabel = true",
+        )
+    rounding = torch.finfo(scores.dtype).eps
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if kind == "probs":
+        _check_probabilities(scores, rounding, first_row, sums_to_one=not multilabel)
+    else:
+        _check_logits(scores, first_row)
+    if multilabel:
+        return multilabel_view(scores, kind)
+    return _log(scores) if kind == "probs" else scores
+
+
+def multilabel_view(scores: Tensor, kind: Kind) -> Tensor:
+    """K sigmoid channels as K two-class problems: ``(N, K, *spatial)`` to ``(N*K, 2, *spatial)``.
+
+    Example:
+        >>> multilabel_view(torch.zeros(1, 3, 4, 5), "logits").shape
+        torch.Size([3, 2, 4, 5])
+    """
+    scores = scores.flatten(0, 1)
+    if kind == "probs":
+        return torch.stack((_log(1 - scores), _log(scores)), 1)
+    return torch.stack((torch.zeros_like(scores), scores), 1)
+
+
+class Pool:
+    """The running pool of ensemble members, which are added one by one and need not be kept.
+
+    ``logits``: mean of the logits. ``probs``: log of the mean of the softmaxes, by log-sum-exp. Sums in float64; the
+    result has the members' dtype. A single model is no ensemble: its logits stay as they are, gauge included.
+    """
+
+    def __init__(self, space: Kind) -> None:
+        if space not in KINDS:
+            raise InputError(f"pooling is {space!r}", expected="'logits' or 'probs'")
+        self.space, self.count = space, 0
+        self._first: Tensor | None = None
+        self._total: Tensor | None = None
+
+    def add(self, member: Tensor) -> None:
+        """Add the logits ``(N, C, *spatial)`` of one member."""
+        self.count += 1
+        if self._first is None:
+            self._first, self._shape = member, member.shape
+            return
+        if member.shape != self._shape:
+            raise InputError(
+                f"ensemble member {self.count} has shape {tuple(member.shape)}",
+                expected=f"{tuple(self._shape)} as the first member has",
+            )
+        if self._total is None:
+            self._total = self._term(self._first)
+            self._first = self._first[:0]  # Only its dtype is still needed.
+        if self.space == "logits":
+            self._total.add_(member)
+        else:
+            torch.logaddexp(self._total, self._term(member), out=self._total)
+
+    def _term(self, member: Tensor) -> Tensor:
+        return member.double() if self.space == "logits" else member.double().log_softmax(1)
+
+    def result(self) -> Tensor:
+        """The pooled logits."""
+        if self._first is None:
+            raise InputError("an ensemble without members", expected="at least one")
+        if self._total is None:
+            return self._first
+        pooled = self._total / self.count if self.space == "logits" else self._total - math.log(self.count)
+        return pooled.to(self._first.dtype)
+
+
+def pool(members: Iterable[Tensor], space: Kind) -> Tensor:
+    """Pool the logits of ensemble members, one member in memory at a time; see :class:`Pool`.
+
+    Example:
+        >>> a, b = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
+        >>> pool([a, b], "logits")
+        tensor([[0., 1.]])
+        >>> pool([a, b], "probs").exp()
+        tensor([[0.3096, 0.6904]])
+    """
+    running = Pool(space)
+    for member in members:
+        running.add(member)
+    return running.result()
+
+
+def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits in a smaller type with the argmax of every voxel unchanged.
+
+    Rounding can turn a narrow lead into a tie that another class wins by its index; the winner then gets the next
+    larger value. Values the type cannot hold are an error, never an infinity.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 1.0001]])
+        >>> round_keeping_argmax(z, torch.float16).argmax(1)
+        tensor([1])
+    """
+    if logits.dtype == dtype:
+        return logits
+    rounded = logits.to(dtype)
+    overflow = torch.isinf(rounded) & ~torch.isinf(logits)
+    if bool(overflow.any()):
+        raise InputError(
+            f"logits up to {float(logits[overflow].abs().max()):.6g} do not fit {dtype}",
+            expected=f"at most {torch.finfo(dtype).max:.6g}",
+            fix="choose float32",
+        )
+    winner = logits.argmax(1, keepdim=True)
+    lost = rounded.argmax(1, keepdim=True) != winner
+    if bool(lost.any()):
+        best = rounded.amax(1, keepdim=True)
+        above = torch.nextafter(best, torch.full_like(best, torch.inf))
+        rounded = rounded.scatter(1, winner, torch.where(lost, above, rounded.gather(1, winner)))
+    return rounded
+
+
+def free_energy(logits: Tensor) -> Tensor:
+    """``logsumexp(z)`` per voxel: the part of the logits that the softmax does not see (the gauge).
+
+    Sign as in Kirscher et al., so that ``log S(z) = z - free_energy(z)``. ``(N, C, *spatial)`` to ``(N, *spatial)``.
+
+    Example:
+        >>> free_energy(torch.zeros(1, 4)).exp()
+        tensor([4.])
+    """
+    return torch.logsumexp(logits, 1)
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
+
+
+def _first(bad: Tensor, first_row: int) -> str:
+    """The first offending voxel of an ``(N, *spatial)`` mask, in words; (N,) has no space, so N counts instead."""
+    item, *space = bad.nonzero()[0].tolist()
+    if space:
+        space[0] += first_row
+    return f"at voxel {tuple(space) if space else item} and {int(bad.sum()) - 1} others"
+
+
+def _check_logits(logits: Tensor, first_row: int) -> None:
+    # The maximum over classes carries NaN and +inf along, and is -inf only where every class is impossible.
+    best = logits.amax(1)
+    if bool(torch.isfinite(best).all()):
+        return
+    if bool(torch.isnan(best).any()):
+        problem, fix = (
+            f"NaN logits {_first(torch.isnan(best), first_row)}",
+            "find where the network makes them; write 0 in padding",
+        )
+    elif bool(torch.isposinf(best).any()):
+        problem, fix = (
+            f"infinite logits {_first(torch.isposinf(best), first_row)}",
+            "save float32 (float16 overflows above 65504)",
+        )
+    else:
+        problem, fix = (
+            f"every class is -inf {_first(torch.isneginf(best), first_row)}",
+            "leave at least one class possible",
+        )
+    raise InputError(problem, expected="finite logits (-inf only for impossible classes)", fix=fix)
+
+
+def _check_probabilities(p: Tensor, rounding: float, first_row: int, *, sums_to_one: bool) -> None:
+    if bool(torch.isnan(p).any()):
+        raise InputError(f"NaN probabilities {_first(torch.isnan(p).any(1), first_row)}", expected="values in [0, 1]")
+    tolerance = max(1e-3, 4 * rounding)
+    outside = (p.amin(1) < -tolerance) | (p.amax(1) > 1 + tolerance)
+    if bool(outside.any()):
+        raise InputError(
+            f"values from {float(p.min()):.4g} to {float(p.max()):.4g}, outside [0, 1] {_first(outside, first_row)}",
+            expected="probabilities",
+            fix="if these are logits, declare kind = 'logits' (folder logits/)",
+        )
+    if sums_to_one:
+        off = (p.sum(1) - 1).abs() > tolerance
+        if bool(off.any()):
+            worst = float((p.sum(1) - 1).abs().max())
+            raise InputError(
+                f"probabilities do not sum to 1 (off by up to {worst:.3g}) {_first(off, first_row)}",
+                expected=f"sums within {tolerance:.0e} of 1",
+                fix="apply the softmax before saving; for sigmoid outputs declare multilabel = true",
+            )

@@ -1,0 +1,191 @@
+"""Scenes with a known posterior, so that the true calibration error of a calibrator can be measured.
+
+No real dataset tells the probability of a label at a voxel; a scene does. Labels are drawn from the posterior, and the
+logits come from it through planted miscalibrations whose exact inverse is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+from torch import Tensor
+
+from segcal.cases.caseset import CaseRef, CaseSet
+from segcal.errors import InputError
+from segcal.synthetic import checks
+from segcal.synthetic.plants import (
+    ClassAffine,
+    ClassConditional,
+    ConfidentlyWrong,
+    GaugeOffsets,
+    ImageTemperature,
+    Plant,
+    SpatialTemperature,
+    Temperature,
+    demo_plant,
+)
+from segcal.synthetic.scene import IGNORE_INDEX, Scene, SceneSpec, draw_labels
+from segcal.synthetic.truth import TrueCalibrationError, true_calibration_error
+from segcal.types import Case
+
+__all__ = [
+    "ClassAffine",
+    "ClassConditional",
+    "ConfidentlyWrong",
+    "GaugeOffsets",
+    "ImageTemperature",
+    "Plant",
+    "Scene",
+    "SceneSpec",
+    "SpatialTemperature",
+    "Temperature",
+    "TrueCalibrationError",
+    "demo_plant",
+    "demo_scenes",
+    "draw_labels",
+    "scene_of",
+    "scenes",
+    "true_calibration_error",
+]
+
+
+def scenes(
+    count: int,
+    *,
+    size: Sequence[int] = (128, 160),
+    num_classes: int = 6,
+    seed: int = 0,
+    plant: Sequence[Plant] | None = None,
+    coherence: float = 2.0,
+    members: int | None = None,
+    member_noise: float = 1.0,
+    shift: float = 0.0,
+    ignored: float = 0.0,
+    class_names: Sequence[str] | None = None,
+) -> CaseSet:
+    """``count`` scenes, generated when opened; scene i depends on the seed and i alone, not on the count or the order.
+
+    Args:
+        count: How many.
+        size: ``(height, width)`` for images, ``(depth, height, width)`` for volumes, which have spacing (2, 1, 1).
+        num_classes: Class 0 surrounds the others; from 4 classes on the last one is rare and the one before it thin.
+        seed: Another seed, other scenes.
+        plant: Miscalibrations, applied in order to the log posterior; none gives a network that is exactly calibrated.
+        coherence: Correlation length of the label noise in (in-plane) voxels; 0 draws voxels independently.
+        members: Size of an ensemble; its logits, each with independent smooth noise, are pooled by their mean.
+        member_noise: Standard deviation of that noise.
+        shift: Covariate shift s in [0, 1]: labels follow ``S(log p / (1 + s) + s b)`` with a fixed random b in [-1, 1]
+            per class, while the network still believes p, and the image loses contrast. ``vs`` recovers it.
+        ignored: Share of the voxels labelled 255, in patches.
+        class_names: One for each class.
+
+    Example:
+        >>> import torch
+        >>> cases = scenes(100, size=(32, 40), plant=[Temperature(2.0), GaugeOffsets(5.0)])
+        >>> case = cases[7]
+        >>> case.id, case.logits.shape, case.posterior.shape
+        ('image-007', torch.Size([1, 6, 32, 40]), torch.Size([1, 6, 32, 40]))
+        >>> true_calibration_error(torch.log_softmax(case.logits / 2.0, 1), case.posterior).kl < 1e-6
+        True
+    """
+    checks.whole("count", count, 1)
+    if plant is not None and not isinstance(plant, Sequence):
+        raise InputError(f"plant is {plant!r}", expected="a list of plants, applied in order")
+    if class_names is not None and len(class_names) != num_classes:
+        raise InputError(f"class_names has {len(class_names)} names", expected=f"{num_classes}, one for each class")
+    spec = SceneSpec(
+        size=tuple(size),
+        num_classes=num_classes,
+        seed=seed,
+        plant=tuple(plant or ()),
+        coherence=coherence,
+        members=members,
+        member_noise=member_noise,
+        shift=shift,
+        ignored=ignored,
+    )
+    return CaseSet(
+        [CaseRef(_name(spec, index), partial(_open, spec, index)) for index in range(count)],
+        num_classes=num_classes,
+        ignore_index=IGNORE_INDEX,
+        class_names=None if class_names is None else tuple(class_names),
+    )
+
+
+def demo_scenes(seed: int = 0) -> tuple[CaseSet, CaseSet]:
+    """The demo: 64 images (128 x 160, 6 classes) and 12 volumes (24 x 64 x 64, 4 classes) of an overconfident network.
+
+    Example:
+        >>> images, volumes = demo_scenes()
+        >>> len(images), len(volumes), volumes.class_names
+        (64, 12, ('matrix', 'body', 'fibre', 'speck'))
+    """
+    images = scenes(
+        64,
+        seed=seed,
+        plant=demo_plant(6),
+        ignored=0.02,
+        class_names=("matrix", "field", "island", "core", "fibre", "speck"),
+    )
+    volumes = scenes(
+        12,
+        size=(24, 64, 64),
+        num_classes=4,
+        seed=seed,
+        plant=demo_plant(4),
+        class_names=("matrix", "body", "fibre", "speck"),
+    )
+    return images, volumes
+
+
+def scene_of(case: Case) -> Scene:
+    """Everything known of a synthetic case: the planted temperature field and the ensemble members, too.
+
+    Example:
+        >>> scene_of(scenes(1, size=(32, 40), plant=[Temperature(3.0)])[0]).temperature.unique()
+        tensor([3.])
+    """
+    if not isinstance(case.source, _SceneSource):
+        raise InputError("not a synthetic scene", case=case.id, expected="a case of segcal.synthetic.scenes")
+    return case.source.scene
+
+
+class _SceneSource:
+    """A scene as a case's source: generated when first asked for, and gone with the case."""
+
+    batch = 1
+    ignore_index = IGNORE_INDEX
+    sliceable = True
+
+    def __init__(self, spec: SceneSpec, index: int) -> None:
+        self.id = _name(spec, index)
+        self.num_classes, self.spatial, self.spacing = spec.num_classes, spec.size, spec.spacing
+        self._spec, self._index = spec, index
+
+    @cached_property
+    def scene(self) -> Scene:
+        return self._spec.generate(self._index)
+
+    def logits(self, rows: slice) -> Tensor:
+        return self.scene.logits[None, :, rows]
+
+    def labels(self, rows: slice) -> Tensor:
+        return self.scene.labels[None, rows]
+
+    def mask(self, rows: slice) -> None:
+        return None
+
+    def image(self, rows: slice) -> Tensor:
+        return self.scene.image[None, :, rows]
+
+    def posterior(self, rows: slice) -> Tensor:
+        return self.scene.posterior[None, :, rows]
+
+
+def _name(spec: SceneSpec, index: int) -> str:
+    return f"{'image' if len(spec.size) == 2 else 'volume'}-{index:03d}"
+
+
+def _open(spec: SceneSpec, index: int) -> Case:
+    return Case(_SceneSource(spec, index))

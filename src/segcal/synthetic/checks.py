@@ -1,0 +1,37 @@
+"""Checks of arguments; every message names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+
+from segcal.errors import InputError
+
+
+def whole(name: str, value: int, least: int, most: int | None = None) -> None:
+    """A whole number in a range."""
+    if not isinstance(value, Integral) or value < least or (most is not None and value > most):
+        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} is {value!r}", expected=f"a whole number {limit}")
+
+
+def positive(name: str, value: float) -> None:
+    """A positive, finite number."""
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{name} is {value!r}", expected="a positive number")
+
+
+def interval(name: str, value: float, most: float, meaning: str) -> None:
+    """A number from 0 to ``most``."""
+    if not 0 <= value <= most:
+        raise InputError(f"{name} is {value!r}", expected=f"{meaning}, from 0 to {most:g}")
+
+
+def per_class(name: str, values: Sequence[float], num_classes: int, least: float = -math.inf) -> None:
+    """One finite number for each class, none below ``least``."""
+    if len(values) != num_classes:
+        raise InputError(f"{name} has {len(values)} values", expected=f"{num_classes}, one for each class")
+    if not all(math.isfinite(value) and value >= least for value in values):
+        floor = "" if least == -math.inf else f" of at least {least:.3g}"
+        raise InputError(f"{name} are {tuple(values)}", expected=f"finite numbers{floor}")

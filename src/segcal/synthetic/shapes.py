@@ -1,0 +1,141 @@
+"""The world of a scene: territories, nested blobs, thin branches and a rare speck, as a posterior over classes.
+
+Every shape has a signed distance ``s`` to its edge, positive inside, and an edge width ``w`` that varies over the
+scene: it covers a voxel with probability ``sigmoid(s / w)``. Shapes are laid over each other in turn. So some edges are
+crisp and others are wide and truly uncertain, and the result is a distribution over classes at every voxel by
+construction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import ndimage
+from scipy.special import log_softmax
+
+from segcal.synthetic.fields import Array, Grid
+
+# Nothing is impossible: surprise saturates here (in nats), as the logits of trained networks do far inside a region.
+DEEPEST_SURPRISE = 12.0
+RARE_SCENES = 1 / 3
+
+
+def log_posterior(grid: Grid, num_classes: int, rng: np.random.Generator) -> Array:
+    """Log-probabilities ``(C, *size)`` of one random scene, float64.
+
+    Class 0 is the surroundings. From three classes on there is a class of thin branches and from four on, as the last
+    class, a rare speck that exists in a third of the scenes; the other classes are territories and (nested) blobs.
+    """
+    thin = num_classes - 2 if num_classes > 3 else (2 if num_classes == 3 else None)
+    rare = num_classes - 1 if num_classes > 3 else None
+    broad = num_classes - (thin is not None) - (rare is not None)
+    territories = 1 + (broad - 1) // 2
+    # The median edge is half a voxel wide in the demo; a sixth of the edges is more than twice as wide.
+    width = 0.1 * np.sqrt(grid.scale / num_classes) * np.exp(0.75 * grid.texture(rng, 0.1 * grid.scale)[0])
+
+    log_p = np.full((num_classes, *grid.size), -np.inf)
+    log_p[:territories] = _territories(grid, territories, rng) / width
+    log_p[:territories] = log_softmax(log_p[:territories], axis=0)
+    inside: Array | None = None
+    for blob in range(territories, broad):
+        # Every second blob class lies inside the one before, like a core in a shell.
+        nested = inside if (blob - territories) % 2 else None
+        inside = _blobs(grid, nested, rng)
+        _cover(log_p, blob, inside / width)
+    if thin is not None:
+        _cover(log_p, thin, _branches(grid, rng) / np.clip(0.3 * width, 0.25, 0.6))
+    if rare is not None and rng.random() < RARE_SCENES:
+        _cover(log_p, rare, _speck(grid, rng) / np.clip(0.4 * width, 0.3, 1.0))
+
+    surprise = DEEPEST_SURPRISE * np.expm1(log_p / DEEPEST_SURPRISE)
+    surprise += 0.2 * grid.noise(rng, 0.04 * grid.scale, num_classes)
+    result: Array = log_softmax(surprise, axis=0)
+    return result
+
+
+def _cover(log_p: Array, layer: int, log_odds: Array) -> None:
+    """Lay a class over what is there, in place: p <- (1 - a) p + a e_layer with a = sigmoid(log_odds)."""
+    log_p -= np.logaddexp(0, log_odds)
+    log_p[layer] = np.logaddexp(log_p[layer], -np.logaddexp(0, -log_odds))
+
+
+def _territories(grid: Grid, count: int, rng: np.random.Generator) -> Array:
+    """``count`` fields whose largest one owns the voxel; differences are about distances to the common edge."""
+    coarse = 0.16 * grid.scale
+    field = grid.texture(rng, coarse, count) + 0.12 * grid.texture(rng, 0.25 * coarse, count)
+    field[0] += 0.4
+    return 0.9 * coarse * field
+
+
+def _blobs(grid: Grid, within: Array | None, rng: np.random.Generator) -> Array:
+    """Signed distance to the union of one to three deformed ellipsoids, or to the cores of the blobs ``within``."""
+    wobble = 0.03 * grid.scale * grid.texture(rng, 0.05 * grid.scale)[0]
+    if within is not None:
+        depth = max(float(within.max()), 1.0)
+        core: Array = within - rng.uniform(0.35, 0.55) * depth + 0.6 * wobble
+        return core
+    union = np.full(grid.size, -np.inf)
+    for _ in range(int(rng.integers(1, 4))):
+        centre = rng.uniform(0.15, 0.85, len(grid.size)) * grid.extent
+        radii = _roundness(grid) * rng.uniform(0.1, 0.22, len(grid.size))
+        turn = np.linalg.qr(rng.standard_normal((len(radii), len(radii))))[0]
+        reach = np.linalg.norm((grid.points() - centre) @ turn / radii, axis=-1)
+        union = np.maximum(union, (1 - reach) * radii.min())
+    union += wobble
+    return union
+
+
+def _roundness(grid: Grid) -> float:
+    """What a radius is a fraction of: a ball takes less of a volume than a disc of a plane, so it is made larger."""
+    return grid.scale * (1.5 if len(grid.size) == 3 else 1.0)
+
+
+def _speck(grid: Grid, rng: np.random.Generator) -> Array:
+    """Signed distance to one small round thing."""
+    centre = rng.uniform(0.1, 0.9, len(grid.size)) * grid.extent
+    radius = max(_roundness(grid) * rng.uniform(0.025, 0.055), 1.0)
+    wobble = 0.3 * radius * grid.texture(rng, 0.03 * grid.scale)[0]
+    distance: Array = radius + wobble - np.linalg.norm(grid.points() - centre, axis=-1)
+    return distance
+
+
+def _branches(grid: Grid, rng: np.random.Generator) -> Array:
+    """Signed distance to one or two tapering curves across the scene, each with side branches; 1 to 4 voxels wide."""
+    curves = []
+    for _ in range(rng.integers(1, 3)):
+        start, end = rng.uniform(0.05, 0.95, (2, len(grid.size))) * grid.extent
+        side = len(grid.size) - 1 - rng.integers(2)
+        start[side], end[side] = 0.0, grid.extent[side]
+        radius = rng.uniform(1.1, 2.0)
+        trunk = _curve(grid, start, end, radius, 0.75 * radius, rng)
+        curves.append(trunk)
+        for _ in range(rng.integers(1, 4)):
+            root = trunk[rng.integers(len(trunk) // 8, 7 * len(trunk) // 8)]
+            tip = root[:-1] + 0.35 * grid.scale * rng.standard_normal(len(grid.size))
+            curves.append(_curve(grid, root[:-1], tip, 0.75 * root[-1], 0.5, rng))
+    points = np.concatenate(curves)
+    tangents = np.concatenate([np.gradient(curve[:, :-1], axis=0) for curve in curves])
+    tangents /= np.maximum(np.linalg.norm(tangents, axis=1, keepdims=True), 1e-12)
+
+    # The nearest curve point is found on the voxel grid; the distance to its tangent segment then resolves sub-voxels.
+    spacing = np.array(grid.spacing)
+    cells = np.rint(points[:, :-1] / spacing).astype(int)
+    visible = ((cells >= 0) & (cells < grid.size)).all(1)
+    points, tangents, cells = points[visible], tangents[visible], cells[visible]
+    owner = np.full(grid.size, -1)
+    owner[tuple(cells.T)] = np.arange(len(points))
+    nearest = ndimage.distance_transform_edt(owner < 0, grid.spacing, return_distances=False, return_indices=True)
+    owner = owner[tuple(nearest)]
+    offset = grid.points() - points[owner, :-1]
+    along = np.clip((offset * tangents[owner]).sum(-1, keepdims=True), -1, 1)
+    distance: Array = points[owner, -1] - np.linalg.norm(offset - along * tangents[owner], axis=-1)
+    return distance
+
+
+def _curve(grid: Grid, start: Array, end: Array, thick: float, thin: float, rng: np.random.Generator) -> Array:
+    """Points ``(n, dims + 1)`` of a winding curve, half a unit apart or less; the last column is the radius."""
+    length = float(np.linalg.norm(end - start))
+    t = np.linspace(0, 1, int(4 * length) + 8)[:, None]
+    # Sines vanish at both ends, so branches start on their trunk.
+    waves = np.sin(np.pi * t * np.arange(1, 6))
+    bends = rng.standard_normal((5, len(start))) * (0.1 * length / np.arange(1, 6))[:, None]
+    return np.hstack([start + (end - start) * t + waves @ bends, thick + (thin - thick) * t])

@@ -1,0 +1,97 @@
+"""True calibration error: the distance of predicted probabilities to the known posterior, which only scenes allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.types import row_slices
+
+
+@dataclass(frozen=True)
+class TrueCalibrationError:
+    """Sums over voxels; errors of parts add up to that of the whole. The means are NaN where there is no voxel.
+
+    Example:
+        >>> half = TrueCalibrationError(kl_sum=1.0, l1_sum=2.0, voxels=10)
+        >>> (half + half).kl, (half + half).voxels
+        (0.1, 20)
+    """
+
+    kl_sum: float
+    l1_sum: float
+    voxels: int
+
+    @property
+    def kl(self) -> float:
+        """Mean of ``KL(p || q) = sum_k p_k log(p_k / q_k)``, in nats."""
+        return self.kl_sum / self.voxels if self.voxels else math.nan
+
+    @property
+    def l1(self) -> float:
+        """Mean of ``sum_k |p_k - q_k|``, from 0 to 2."""
+        return self.l1_sum / self.voxels if self.voxels else math.nan
+
+    def __add__(self, other: TrueCalibrationError) -> TrueCalibrationError:
+        return TrueCalibrationError(self.kl_sum + other.kl_sum, self.l1_sum + other.l1_sum, self.voxels + other.voxels)
+
+
+def true_calibration_error(log_probs: Tensor, posterior: Tensor, mask: Tensor | None = None) -> TrueCalibrationError:
+    """How far calibrated log-probabilities are from the truth: mean KL(p || q) and mean L1 over the voxels.
+
+    The expected NLL of q is the entropy of p plus this KL, so the KL is what calibration can still gain.
+
+    Args:
+        log_probs: ``log q (N, C, *spatial)``, normalised; ``-inf`` is legal and costs infinity only where p > 0.
+        posterior: ``p (N, C, *spatial)``.
+        mask: ``(N, *spatial)`` bool, True = counts.
+
+    Example:
+        >>> import torch
+        >>> p = torch.tensor([[0.5, 0.5]])
+        >>> round(true_calibration_error(torch.tensor([[0.25, 0.75]]).log(), p).l1, 6)
+        0.5
+    """
+    if log_probs.ndim < 2 or log_probs.shape != posterior.shape:
+        raise InputError(
+            f"log_probs have shape {tuple(log_probs.shape)}, posterior {tuple(posterior.shape)}",
+            expected="(N, C, *spatial) for both",
+        )
+    voxel_shape = (log_probs.shape[0], *log_probs.shape[2:])
+    if mask is not None and (tuple(mask.shape) != voxel_shape or mask.dtype != torch.bool):
+        raise InputError(f"mask is {mask.dtype} of shape {tuple(mask.shape)}", expected=f"bool of shape {voxel_shape}")
+    if log_probs.ndim == 2:  # (N, C): the batch takes the place of the rows.
+        log_probs, posterior = log_probs.T[None], posterior.T[None]
+        mask = None if mask is None else mask[None]
+    total = TrueCalibrationError(0.0, 0.0, 0)
+    for rows in row_slices(tuple(log_probs.shape)):
+        total += _rows(
+            log_probs[:, :, rows].double(), posterior[:, :, rows].double(), None if mask is None else mask[:, rows]
+        )
+    return total
+
+
+def _rows(log_q: Tensor, p: Tensor, mask: Tensor | None) -> TrueCalibrationError:
+    log_q, p = (t.movedim(1, -1).flatten(0, -2) if mask is None else t.movedim(1, -1)[mask] for t in (log_q, p))
+    q = log_q.exp()
+    _check_sums(q, "exp(log_probs)", fix="apply torch.log_softmax(logits, 1) first")
+    _check_sums(p, "posterior")
+    cross = torch.where(p > 0, p * log_q, 0.0)  # 0 * -inf = 0 here.
+    kl = torch.special.xlogy(p, p).sum() - cross.sum()
+    return TrueCalibrationError(float(kl), float((p - q).abs().sum()), len(p))
+
+
+def _check_sums(probabilities: Tensor, name: str, fix: str | None = None) -> None:
+    # Half precision leaves a few thousandths of a sum over classes; logits and NaN are off by far more.
+    sums = probabilities.sum(1)
+    off = ~((sums - 1).abs() < 0.02)
+    if bool(off.any()):
+        raise InputError(
+            f"{name} sums to {float(sums[off][0]):.4g} at {int(off.sum())} of {len(sums)} voxels",
+            expected="probabilities, which sum to 1",
+            fix=fix,
+        )

@@ -1,0 +1,162 @@
+"""The objects that travel between the parts of segcal.
+
+Shape conventions, written once: scores are ``(N, C, *spatial)``, labels and masks ``(N, *spatial)``, images
+``(N, channels, *spatial)``. A case is a batch of one (N = 1), except in multi-label data, where each of the K
+channels is a two-class problem of its own (N = K, C = 2). Volumes are ``(depth, height, width)`` = ``(z, y, x)``.
+"Rows" are positions along the first spatial axis: the unit in which large cases are read piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Kind = Literal["logits", "probs"]
+
+# Scores read at once: 64 MB of float32, large enough to amortise overheads, small enough for any machine.
+CHUNK_VALUES = 2**24
+
+_ROW_AXIS = {"logits": 2, "labels": 1, "mask": 1}
+
+
+class CaseSource(Protocol):
+    """Where a case comes from: files, memory, or a generator. All methods take a range of rows."""
+
+    id: str
+    batch: int
+    num_classes: int
+    spatial: tuple[int, ...]
+    spacing: tuple[float, ...] | None
+    ignore_index: int
+    sliceable: bool  # False where reading some rows costs as much as reading all
+
+    def logits(self, rows: slice) -> Tensor: ...  # noqa: D102
+    def labels(self, rows: slice) -> Tensor: ...  # noqa: D102
+    def mask(self, rows: slice) -> Tensor | None: ...  # noqa: D102
+    def image(self, rows: slice) -> Tensor | None: ...  # noqa: D102
+    def posterior(self, rows: slice) -> Tensor | None: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``."""
+
+    rows: slice
+    logits: Tensor
+    labels: Tensor
+    mask: Tensor | None
+
+
+class Case:
+    """One image or volume with its scores, labels and what else is known; everything is read when first asked for.
+
+    Attributes are ``logits (N, C, *spatial)`` float32, ``labels (N, *spatial)`` int64, ``image``, ``mask`` (True =
+    valid) and ``posterior`` (scenes only), each ``None`` where there is none, and ``spacing`` per spatial axis.
+    Once read, a tensor stays with the case; :meth:`chunks` reads without keeping.
+
+    Example:
+        >>> from segcal.synthetic import scenes
+        >>> case = scenes(1, size=(32, 40))[0]
+        >>> case.logits.shape, case.labels.shape
+        (torch.Size([1, 6, 32, 40]), torch.Size([1, 32, 40]))
+    """
+
+    def __init__(self, source: CaseSource) -> None:
+        self.source = source
+        self._read: dict[str, Tensor | None] = {}
+
+    @property
+    def id(self) -> str:
+        """The name of the case, unique in its dataset."""
+        return self.source.id
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(N, C, *spatial)``, without reading the scores."""
+        return (self.source.batch, self.source.num_classes, *self.source.spatial)
+
+    @property
+    def spacing(self) -> tuple[float, ...] | None:
+        """Voxel size along each spatial axis, or None where it is unknown."""
+        return self.source.spacing
+
+    @property
+    def ignore_index(self) -> int:
+        """The label value that takes a voxel out of everything."""
+        return self.source.ignore_index
+
+    def _all(self, name: str) -> Tensor | None:
+        if name not in self._read:
+            self._read[name] = getattr(self.source, name)(slice(0, self.source.spatial[0]))
+        return self._read[name]
+
+    @property
+    def logits(self) -> Tensor:
+        """Canonical logits ``(N, C, *spatial)``, float32: pooled over members, log of probabilities."""
+        logits = self._all("logits")
+        assert logits is not None
+        return logits
+
+    @property
+    def labels(self) -> Tensor:
+        """Labels ``(N, *spatial)``, int64."""
+        labels = self._all("labels")
+        assert labels is not None
+        return labels
+
+    @property
+    def mask(self) -> Tensor | None:
+        """``(N, *spatial)`` bool, True where the voxel counts; None where all do."""
+        return self._all("mask")
+
+    @property
+    def image(self) -> Tensor | None:
+        """``(1, channels, *spatial)`` float32, or None."""
+        return self._all("image")
+
+    @property
+    def posterior(self) -> Tensor | None:
+        """The true class probabilities ``(N, C, *spatial)`` of a synthetic scene, or None."""
+        return self._all("posterior")
+
+    @property
+    def valid(self) -> Tensor:
+        """``(N, *spatial)`` bool: neither ignored nor masked out."""
+        valid = self.labels != self.ignore_index
+        return valid if self.mask is None else valid & self.mask
+
+    def load(self) -> Case:
+        """Read logits, labels and mask now. Returns the case."""
+        _ = self.logits, self.labels, self.mask
+        return self
+
+    def chunks(self, values: int = CHUNK_VALUES) -> Iterator[Chunk]:
+        """Pieces of about ``values`` scores (voxels times classes), at least one row each, in order.
+
+        Only one is in memory at a time, unless the case was read already or its format cannot be read in parts.
+        """
+        if not self.source.sliceable:
+            self.load()
+        for rows in row_slices(self.shape, values):
+            yield Chunk(rows, *(self._rows(name, rows) for name in ("logits", "labels", "mask")))  # type: ignore[arg-type]
+
+    def _rows(self, name: str, rows: slice) -> Tensor | None:
+        if name not in self._read:
+            return getattr(self.source, name)(rows)  # type: ignore[no-any-return]
+        whole = self._read[name]
+        return None if whole is None else whole.narrow(_ROW_AXIS[name], rows.start, rows.stop - rows.start)
+
+    def __repr__(self) -> str:
+        return f"Case({self.id!r}, shape={self.shape})"
+
+
+def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[slice]:
+    """Split ``(N, C, *spatial)`` into ranges of rows with about ``values`` values each, at least one row."""
+    batch, classes, rows, *rest = shape
+    step = max(1, values // max(1, batch * classes * math.prod(rest)))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

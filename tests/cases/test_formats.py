@@ -1,0 +1,171 @@
+import numpy as np
+import pytest
+
+from segcal.cases.formats import create_array, open_array
+from segcal.errors import DataError, MissingExtraError, OutputError
+
+SCORE_FORMATS = ["npy", "npz", "nii", "nii.gz", "tif", "zarr", "h5"]
+
+
+def write(path, array, **options):
+    with create_array(path, array.shape, array.dtype, row_axis=options.pop("row_axis", 0), **options) as sink:
+        half = array.shape[0] // 2
+        rest = (slice(None),) * (array.ndim - 1)
+        sink.write((slice(0, half), *rest), array[:half])
+        sink.write((slice(half, array.shape[0]), *rest), array[half:])
+
+
+@pytest.mark.parametrize("format", SCORE_FORMATS)
+@pytest.mark.parametrize("shape", [(4, 9, 7), (3, 5, 6, 7)])
+def test_scores_come_back_bit_for_bit_whole_and_in_parts(tmp_path, format, shape):
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    path = tmp_path / f"a.{format}"
+    write(path, array)
+    file = open_array(path)
+    assert (file.shape, file.dtype) == (shape, np.float32)
+    np.testing.assert_array_equal(file.read(), array)
+    part = (slice(1, 3), slice(2, 4), *(slice(None),) * (len(shape) - 2))
+    np.testing.assert_array_equal(file.read(part), array[part])
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("format", [*SCORE_FORMATS, "png"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.bool_])
+def test_label_maps_and_masks_come_back(tmp_path, format, dtype):
+    array = np.random.default_rng(1).integers(0, 2 if dtype == np.bool_ else 200, (9, 7)).astype(dtype)
+    write(tmp_path / f"a.{format}", array)
+    np.testing.assert_array_equal(open_array(tmp_path / f"a.{format}").read(), array)
+
+
+@pytest.mark.parametrize("format", ["png", "tif", "npy"])
+def test_colour_images_are_channels_first(tmp_path, format):
+    array = np.random.default_rng(2).integers(0, 256, (3, 9, 7)).astype(np.uint8)
+    write(tmp_path / f"a.{format}", array)
+    np.testing.assert_array_equal(open_array(tmp_path / f"a.{format}").read(), array)
+
+
+def test_interleaved_tif_and_lzw_tif_are_read(tmp_path):
+    import tifffile
+    from PIL import Image
+
+    colours = np.random.default_rng(3).integers(0, 256, (9, 7, 3)).astype(np.uint8)
+    tifffile.imwrite(tmp_path / "rgb.tif", colours, photometric="rgb")
+    np.testing.assert_array_equal(open_array(tmp_path / "rgb.tif").read(), np.moveaxis(colours, -1, 0))
+    Image.fromarray(colours[..., 0]).save(tmp_path / "lzw.tif", compression="tiff_lzw")
+    np.testing.assert_array_equal(open_array(tmp_path / "lzw.tif").read(), colours[..., 0])
+
+
+def test_palette_png_gives_indices(tmp_path):
+    from PIL import Image
+
+    indices = np.random.default_rng(4).integers(0, 5, (9, 7)).astype(np.uint8)
+    image = Image.fromarray(indices, mode=None).convert("P")
+    image.putdata(indices.ravel().tolist())
+    image.putpalette([200, 10, 10] * 256)
+    image.save(tmp_path / "a.png")
+    np.testing.assert_array_equal(open_array(tmp_path / "a.png").read(), indices)
+
+
+@pytest.mark.parametrize("format", [*SCORE_FORMATS, "png"])
+def test_truncated_files_are_named(tmp_path, format):
+    path = tmp_path / f"a.{format}"
+    array = np.random.default_rng(5).normal(size=(64, 64)).astype(np.float32)
+    write(path, (array > 0).astype(np.uint8) if format == "png" else array)
+    victim = next(item for item in path.rglob("c/**/*") if item.is_file()) if format == "zarr" else path
+    data = victim.read_bytes()
+    victim.write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=rf"a\.{format}.*cannot be read"):
+        open_array(path).read()
+
+
+def test_missing_zarr_chunk_is_seen(tmp_path):
+    path = tmp_path / "a.zarr"
+    write(path, np.ones((4, 8, 8), np.float32))
+    next(item for item in path.rglob("*") if item.name == "0" and item.is_file()).unlink()
+    with pytest.raises(DataError, match="1 of 1 chunks are missing"):
+        open_array(path).require_complete()
+
+
+def test_objects_and_pickles_are_refused_and_never_run(tmp_path):
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    np.save(tmp_path / "a.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "b.npz", probabilities=np.array([Bomb()], dtype=object))
+    (tmp_path / "c.npy").write_bytes(pickle.dumps(Bomb()))
+    for name in ("a.npy", "b.npz", "c.npy"):
+        with pytest.raises(DataError, match="never unpickles"):
+            open_array(tmp_path / name).read()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_of_several_arrays_is_picked_by_name(tmp_path):
+    np.savez(tmp_path / "a.npz", probabilities=np.ones(3), other=np.zeros(2))
+    usual = ("probabilities", "logits")
+    assert open_array(tmp_path / "a.npz", usual=usual).shape == (3,)
+    assert open_array(tmp_path / "a.npz", key="other").shape == (2,)
+    with pytest.raises(DataError, match="holds the arrays 'probabilities', 'other'"):
+        open_array(tmp_path / "a.npz")
+    with pytest.raises(DataError, match="one named 'nope'"):
+        open_array(tmp_path / "a.npz", key="nope")
+
+
+@pytest.mark.parametrize("format", SCORE_FORMATS)
+def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, format):
+    path = tmp_path / f"a.{format}"
+    write(path, np.zeros((4, 4), np.float32))
+
+    def fail():
+        with create_array(path, (4, 4), np.float32, row_axis=0) as sink:
+            sink.write((slice(0, 2), slice(None)), np.ones((2, 4), np.float32))
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        fail()
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+    np.testing.assert_array_equal(open_array(path).read(), 0)
+    write(path, np.ones((4, 4), np.float32))
+    np.testing.assert_array_equal(open_array(path).read(), 1)
+
+
+def test_unwritable_and_unfit_outputs(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        write(tmp_path / "file" / "a.npy", np.zeros((4, 4)))
+    with pytest.raises(OutputError, match="does not fit a PNG"):
+        write(tmp_path / "a.png", np.zeros((4, 4), np.float32))
+    with pytest.raises(OutputError, match="unknown format"):
+        write(tmp_path / "a.xyz", np.zeros((4, 4)))
+
+
+def test_nifti_geometry_and_scaling(tmp_path):
+    import nibabel
+
+    affine = np.array([[0, 2, 0, 5], [-1, 0, 0, 6], [0, 0, 3, 7], [0, 0, 0, 1.0]])
+    image = nibabel.Nifti1Image(np.arange(24, dtype=np.int16).reshape(2, 3, 4), affine)
+    image.header.set_slope_inter(0.5, 1)
+    image.to_filename(tmp_path / "a.nii.gz")
+    file = open_array(tmp_path / "a.nii.gz")
+    np.testing.assert_array_equal(file.read(), np.asarray(nibabel.load(tmp_path / "a.nii.gz").dataobj).T)
+    np.testing.assert_array_equal(file.geometry.affine, affine)
+    assert file.geometry.zooms == (1.0, 2.0, 3.0)
+    array = np.random.default_rng(6).normal(size=(5, 4, 3, 2)).astype(np.float32)
+    write(tmp_path / "b.nii.gz", array, geometry=file.geometry)
+    written = nibabel.load(tmp_path / "b.nii.gz")
+    np.testing.assert_array_equal(written.affine, affine)
+    np.testing.assert_array_equal(np.asarray(written.dataobj), array.T)
+    assert written.get_data_dtype() == np.float32
+
+
+@pytest.mark.parametrize(
+    ("format", "module", "extra"), [("nii", "nibabel", "nifti"), ("zarr", "zarr", "zarr"), ("h5", "h5py", "h5")]
+)
+def test_a_missing_library_names_its_extra(tmp_path, monkeypatch, format, module, extra):
+    path = tmp_path / f"a.{format}"
+    write(path, np.zeros((4, 4), np.float32))
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"segcal\[{extra}\]"):
+        open_array(path)

@@ -1,0 +1,205 @@
+import json
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+import segcal
+from datasets import logits, plain, save_nifti
+from segcal.cases import OutputFolder, ScoreWriter, write_dataset
+from segcal.cases.output import JOURNAL
+from segcal.cases.pack import FORMATS
+from segcal.errors import InputError, OutputError
+from segcal.synthetic import scenes
+
+
+def assert_same(a, b):
+    for left, right in zip(a, b, strict=True):
+        assert left.id == right.id
+        assert torch.equal(left.logits, right.logits)
+        assert torch.equal(left.labels, right.labels)
+        assert left.spacing == right.spacing or not left.spacing
+        for name in ("image", "posterior", "mask"):
+            x, y = getattr(left, name), getattr(right, name)
+            assert (x is None) == (y is None)
+            assert x is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [(24, 32), (6, 12, 16)])
+def test_every_format_gives_bit_identical_canonical_logits(tmp_path, format, size):
+    cases = scenes(3, size=size, ignored=0.1)
+    write_dataset(cases, tmp_path / "out", format=format)
+    assert_same(cases, segcal.open_cases(tmp_path / "out"))
+
+
+def test_description_survives(tmp_path):
+    root = plain(tmp_path / "in", shape=(4, 9, 7))
+    (root / "segcal.toml").write_text(
+        "class_names = ['a', 'b', 'say \"c\"', 'ü']\nignore_index = 1\ngroups = '^(case)\\d'\n"
+        "[spacing]\ncase0 = [1, 2, 3]\ncase2 = [1, 1, 1]\n[splits]\ntest = ['case2']\n"
+    )
+    before = segcal.open_cases(root)
+    write_dataset(before, tmp_path / "out")
+    after = segcal.open_cases(tmp_path / "out")
+    for name in ("ids", "class_names", "ignore_index", "groups", "splits", "num_classes"):
+        assert getattr(after, name) == getattr(before, name)
+    assert [case.spacing for case in after] == [(1.0, 2.0, 3.0), None, (1.0, 1.0, 1.0)]
+
+
+def test_packing_pools_masks_and_halves(tmp_path):
+    root = plain(tmp_path / "in", count=2)
+    (root / "masks").mkdir()
+    for i in range(2):
+        np.save(root / "masks" / f"case{i}.npy", np.arange(63).reshape(9, 7) % 3 > 0)
+        for member in ("a", "b"):
+            (root / "logits" / member).mkdir(exist_ok=True)
+            np.save(root / "logits" / member / f"case{i}.npy", logits(i + (member == "b")))
+        (root / "logits" / f"case{i}.npy").unlink()
+    before = segcal.open_cases(root, pooling="probs")
+    report = write_dataset(before, tmp_path / "out", dtype="float16")
+    after = segcal.open_cases(tmp_path / "out")
+    assert np.load(tmp_path / "out" / "logits" / "case0.npy").dtype == np.float16
+    for left, right in zip(before, after, strict=True):
+        assert torch.equal(left.logits.argmax(1), right.logits.argmax(1))
+        assert torch.allclose(left.logits, right.logits, rtol=1e-3, atol=1e-3)
+        assert torch.equal(left.mask, right.mask)
+    expected = sum(
+        torch.nn.functional.cross_entropy(c.logits.movedim(1, -1)[c.valid], c.labels[c.valid], reduction="sum")
+        for c in before
+    )
+    assert report.nll_input * report.voxels == pytest.approx(float(expected), rel=1e-6)
+    assert abs(report.nll_stored - report.nll_input) < 1e-3
+
+
+def test_multilabel_survives_packing(tmp_path):
+    root = plain(tmp_path / "in", count=1, classes=3)
+    y = np.random.default_rng(0).integers(0, 2, (3, 9, 7))
+    np.save(root / "labels" / "case0.npy", y)
+    before = segcal.open_cases(root, multilabel=True)[0]
+    write_dataset(segcal.open_cases(root, multilabel=True), tmp_path / "out", dtype="float16")
+    after = segcal.open_cases(tmp_path / "out")[0]
+    assert torch.equal(before.labels, after.labels)
+    assert torch.equal(before.logits.argmax(1), after.logits.argmax(1))
+    assert torch.allclose(before.logits.softmax(1), after.logits.softmax(1), atol=1e-3)
+
+
+def test_float16_overflow_is_refused_and_leaves_nothing(tmp_path):
+    root = plain(tmp_path / "in", count=1)
+    np.save(root / "logits" / "case0.npy", logits(0) * 1e5)
+    with pytest.raises(InputError, match="do not fit torch.float16"):
+        write_dataset(segcal.open_cases(root), tmp_path / "out", dtype="float16")
+    assert not list((tmp_path / "out" / "logits").iterdir())
+
+
+def test_resume_makes_again_only_what_is_missing_changed_or_damaged(tmp_path):
+    root, out = plain(tmp_path / "in", count=5), tmp_path / "out"
+    write_dataset(segcal.open_cases(root), out)
+    stamp = {path: path.stat().st_mtime_ns for path in out.rglob("*.npy")}
+    with pytest.raises(OutputError, match="is not empty.*--resume"):
+        write_dataset(segcal.open_cases(root), out)
+    (out / "logits" / "case0.npy").unlink()
+    damaged = np.load(out / "logits" / "case1.npy")
+    damaged[0, 0, 0] += 1
+    np.save(out / "logits" / "case1.npy", damaged)
+    (out / "labels" / "case2.npy").write_bytes(b"cut")
+    np.save(root / "logits" / "case3.npy", logits(33))
+    report = write_dataset(segcal.open_cases(root), out, resume=True)
+    assert (report.cases, report.skipped) == (5, 1)
+    assert (out / "logits" / "case4.npy").stat().st_mtime_ns == stamp[out / "logits" / "case4.npy"]
+    assert_same(segcal.open_cases(root), segcal.open_cases(out))
+    assert write_dataset(segcal.open_cases(root), out, dtype="float16", resume=True).skipped == 0
+
+
+def test_a_killed_run_can_be_resumed(tmp_path):
+    root, out = plain(tmp_path / "in", count=4), tmp_path / "out"
+
+    def kill(case):
+        if case == "case2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_dataset(segcal.open_cases(root), out, progress=kill)
+    journal = out / JOURNAL
+    journal.write_text(journal.read_text() + '{"file": "logits/ca')
+    assert write_dataset(segcal.open_cases(root), out, resume=True).skipped == 2
+    assert_same(segcal.open_cases(root), segcal.open_cases(out))
+
+
+def test_what_reads_back_differently_is_an_error(tmp_path, monkeypatch):
+    from segcal.cases.formats.arrays import NpySink
+
+    original = NpySink.write
+    monkeypatch.setattr(NpySink, "write", lambda self, index, block: original(self, index, block + 1))
+    with pytest.raises(OutputError, match="reads back differently"):
+        write_dataset(segcal.open_cases(plain(tmp_path / "in", count=1)), tmp_path / "out")
+
+
+def test_unwritable_output_and_unknown_choices(tmp_path):
+    cases = segcal.open_cases(plain(tmp_path / "in", count=1))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_dataset(cases, tmp_path / "file" / "out")
+    with pytest.raises(InputError, match="format 'png'"):
+        write_dataset(cases, tmp_path / "out", format="png")
+    with pytest.raises(InputError, match="dtype 'int8'"):
+        write_dataset(cases, tmp_path / "out", dtype="int8")
+
+
+@pytest.mark.parametrize(("format", "axes"), [("nii.gz", "zyx"), ("npy", "xyz"), ("h5", "zyx")])
+def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_path, format, axes):
+    import h5py
+
+    z = logits(0, 3, (4, 6, 8))
+    for folder in ("labels", "logits"):
+        (tmp_path / folder).mkdir()
+    affine = np.array([[0, 2, 0, 5], [-1, 0, 0, 6], [0, 0, 3, 7], [0, 0, 0, 1.0]])
+    save_nifti(tmp_path / "labels" / "a.nii.gz", np.zeros((8, 6, 4), np.uint8), affine=affine)
+    path = tmp_path / "logits" / f"a.{format}"
+    if format == "nii.gz":
+        save_nifti(path, z.T, affine=affine)
+    elif format == "npy":
+        np.save(path, z.transpose(0, 3, 2, 1))
+    else:
+        with h5py.File(path, "w") as file:
+            file["network/logits"] = z
+            file["other"] = [1]
+    options = {"axes": axes, "key": "network/logits" if format == "h5" else None}
+    case = segcal.open_cases(tmp_path, **options)[0]
+    writer = ScoreWriter(OutputFolder(tmp_path / "out", settings={}), "probs")
+    with writer.scores(case, np.float32) as sink:
+        for chunk in case.chunks(values=300):
+            sink.write(chunk.rows, chunk.logits.log_softmax(1))
+    written = tmp_path / "out" / "probs" / f"a.{format}"
+    assert writer.path(case) == f"probs/a.{format}"
+    expected = torch.from_numpy(z).softmax(0).numpy()
+    if format == "nii.gz":
+        image = nibabel.load(written)
+        np.testing.assert_array_equal(image.affine, affine)
+        np.testing.assert_allclose(np.asarray(image.dataobj), expected.T, atol=1e-6)
+    elif format == "npy":
+        np.testing.assert_allclose(np.load(written), expected.transpose(0, 3, 2, 1), atol=1e-6)
+    else:
+        with h5py.File(written) as file:
+            np.testing.assert_allclose(file["network/logits"][:], expected, atol=1e-6)
+    assert writer.output.finished(writer.path(case), case)
+
+
+def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):
+    root = plain(tmp_path / "in", count=1, classes=1)
+    case = segcal.open_cases(root, multilabel=True)[0]
+    for kind, inverse in (("probs", lambda z: torch.from_numpy(z).sigmoid()), ("logits", torch.from_numpy)):
+        writer = ScoreWriter(OutputFolder(tmp_path / kind, settings={}), kind)
+        with writer.scores(case, np.float32) as sink:
+            sink.write(slice(0, 9), case.logits.log_softmax(1))
+        written = torch.from_numpy(np.load(tmp_path / kind / kind / "case0.npy"))
+        assert torch.allclose(written, inverse(logits(0, 1)), atol=1e-5)
+
+
+def test_journal_is_plain_json_lines(tmp_path):
+    write_dataset(segcal.open_cases(plain(tmp_path / "in", count=2)), tmp_path / "out")
+    records = [json.loads(line) for line in (tmp_path / "out" / JOURNAL).read_text().splitlines()]
+    assert {record["file"] for record in records} == {
+        f"{f}/case{i}.npy" for f in ("logits", "labels") for i in range(2)
+    }

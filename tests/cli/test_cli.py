@@ -1,0 +1,103 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import segcal.cli
+from datasets import labels, nnunet, plain
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line as a user would; returns exit code, standard output, standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["segcal", *map(str, arguments)])
+        monkeypatch.setattr(segcal.cli.console.out, "_width", 200)
+        with pytest.raises(SystemExit) as stop:
+            segcal.cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+def test_help_teaches_every_command(run):
+    code, text, _ = run("--help")
+    assert code == 0
+    for command in ("check", "pack", "scenes", "demo"):
+        assert command in text
+        assert "Example: segcal" in run(command, "--help")[1]
+
+
+def test_scenes_then_check(run, tmp_path):
+    assert run("scenes", tmp_path / "s", "--volumes")[0] == 0
+    code, text, error = run("check", tmp_path / "s")
+    assert (code, error) == (0, "")
+    for word in ("cases", "12", "24 x 64 x 64", "overconfident", "speck", "ignored", "no problems"):
+        assert word in text
+
+
+def test_check_as_json_and_exit_code(run, tmp_path):
+    root = plain(tmp_path)
+    code, text, _ = run("check", root, "--json")
+    assert code == 0
+    assert json.loads(text)["cases"] == 3
+    np.save(root / "labels" / "case1.npy", labels(1) + 9)
+    (root / "labels" / "case2.npy").unlink()
+    code, text, _ = run("check", root, "--json")
+    assert code == 1
+    assert len(json.loads(text)["problems"]) == 2
+    code, text, _ = run("check", root)
+    assert code == 1
+    assert "2 problems" in text
+
+
+def test_pack_and_resume(run, tmp_path):
+    root = plain(tmp_path / "in")
+    code, text, _ = run("pack", root, tmp_path / "out")
+    assert code == 0
+    assert "written  3 cases" in text
+    assert np.load(tmp_path / "out" / "logits" / "case0.npy").dtype == np.float16
+    code, _, error = run("pack", root, tmp_path / "out")
+    assert code == 1
+    assert "is not empty" in error
+    assert "3 finished cases, verified" in run("pack", root, tmp_path / "out", "--resume")[1]
+
+
+def test_pack_an_nnunet_folder_to_zarr(run, tmp_path):
+    predictions, truth = nnunet(tmp_path)
+    assert (
+        run("pack", predictions, tmp_path / "out", "--layout", "nnunet", "--labels", truth, "--format", "zarr")[0] == 0
+    )
+    assert run("check", tmp_path / "out")[0] == 0
+
+
+def test_errors_go_to_standard_error_without_a_traceback(run, tmp_path):
+    code, text, error = run("check", tmp_path / "nowhere")
+    assert (code, text) == (1, "")
+    assert "does not exist" in error
+    assert "Traceback" not in error
+
+
+def test_names_with_markup_are_shown_as_they_are(run, tmp_path):
+    root = plain(tmp_path / "in", count=1)
+    for folder in ("logits", "labels"):
+        (root / folder / "case0.npy").rename(root / folder / "[red]x.npy")
+    np.save(root / "labels" / "[red]x.npy", labels(0) + 9)
+    assert "[red]x" in run("check", root)[1]
+
+
+def test_demo_runs_from_a_shell(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "segcal", "demo", "-o", tmp_path / "d"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "true calibration error" in done.stdout
+    again = subprocess.run(
+        [sys.executable, "-m", "segcal", "demo", "-o", tmp_path / "d"], capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
