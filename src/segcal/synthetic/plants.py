@@ -27,8 +27,8 @@ class Plant(Protocol):
     def check(self, num_classes: int) -> None:
         """Raise :class:`~segcal.errors.InputError` where the plant does not fit the number of classes."""
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
-        """The faulty logits, and the temperature the logits were multiplied with (1 for other faults).
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+        """The faulty logits, and the temperature the logits were multiplied with (None for other faults).
 
         ``rng`` belongs to this plant and case alone.
         """
@@ -51,7 +51,7 @@ class Temperature:
         """The temperature is positive."""
         checks.positive("Temperature.value", self.value)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``T z``."""
         return self.value * logits, self.value
 
@@ -71,7 +71,7 @@ class ImageTemperature:
         checks.positive("ImageTemperature.median", self.median)
         checks.positive("ImageTemperature.spread", self.spread)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``T_i z``."""
         temperature = self.median * math.exp(self.spread * rng.standard_normal())
         return temperature * logits, temperature
@@ -94,7 +94,7 @@ class SpatialTemperature:
         for name in ("near", "far", "reach"):
             checks.positive(f"SpatialTemperature.{name}", getattr(self, name))
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``T(v) z``."""
         distance = grid.boundary_distance(logits.argmax(0))
         temperature = self.far + (self.near - self.far) * np.exp(-distance / self.reach)
@@ -116,10 +116,10 @@ class ClassAffine:
         checks.per_class("ClassAffine.scales", self.scales, num_classes, least=SMALLEST)
         checks.per_class("ClassAffine.biases", self.biases, num_classes)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``(z - b) / a``."""
         scales, biases = (_column(values, logits) for values in (self.scales, self.biases))
-        return (logits - biases) / scales, 1.0
+        return (logits - biases) / scales, None
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ClassConditional:
         if self.offsets is not None:
             checks.per_class("ClassConditional.offsets", self.offsets, num_classes, least=0)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``z_c - (T_c (z_c - z_k) + o_c [k != c])``."""
         winner = logits.argmax(0)
         best = logits.max(0)
@@ -147,7 +147,7 @@ class ClassConditional:
         if self.offsets is not None:
             faulty -= np.asarray(self.offsets)[winner]
             np.put_along_axis(faulty, winner[None], best[None], 0)
-        return faulty, 1.0
+        return faulty, None
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class ConfidentlyWrong:
         checks.interval("ConfidentlyWrong.share", self.share, 1, "a share of the voxels")
         checks.positive("ConfidentlyWrong.depth", self.depth)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``depth * z`` with ``z_k`` and ``z_{k+1}`` swapped inside the patches."""
         winner = logits.argmax(0)[None]
         wrong = (winner + 1) % len(logits)
@@ -175,7 +175,7 @@ class ConfidentlyWrong:
         ahead, behind = (np.take_along_axis(faulty, index, 0) for index in (winner, wrong))
         np.put_along_axis(faulty, wrong, ahead, 0)
         np.put_along_axis(faulty, winner, behind, 0)
-        return np.where(grid.patches(rng, self.share, 0.05 * grid.scale), faulty, logits), 1.0
+        return np.where(grid.patches(rng, self.share, 0.05 * grid.scale), faulty, logits), None
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ class GaugeOffsets:
         checks.positive("GaugeOffsets.amplitude", self.amplitude)
         checks.positive("GaugeOffsets.smoothness", self.smoothness)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """``z + amplitude * g(v)``."""
-        return logits + self.amplitude * grid.noise(rng, self.smoothness), 1.0
+        return logits + self.amplitude * grid.noise(rng, self.smoothness), None
 
 
 def demo_plant(num_classes: int) -> tuple[Plant, ...]:

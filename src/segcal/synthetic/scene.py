@@ -23,7 +23,7 @@ IGNORE_INDEX = 255
 VOLUME_SPACING = (2.0, 1.0, 1.0)
 
 # Every ingredient has its own random stream, so that changing one (say, the plant) leaves all others as they are.
-_WORLD, _LABELS, _IMAGE, _PLANTS, _MEMBERS, _IGNORED, _SHIFT = range(7)
+_WORLD, _LABELS, _IMAGE, _PLANTS, _MEMBERS, _IGNORED, _SHIFT = range(1, 8)
 
 
 @dataclass(frozen=True)
@@ -93,24 +93,24 @@ class SceneSpec:
 
     def generate(self, index: int) -> Scene:
         """The scene with this index: a function of the spec and the index alone."""
-        belief = log_posterior(self.grid, self.num_classes, self._rng(index, _WORLD))
+        belief = log_posterior(self.grid, self.num_classes, self._rng(_WORLD, index))
         truth = self._shifted(belief)
         logits, temperature = self._planted(belief, index)
         members = self._members(logits, index)
         posterior = np.exp(truth)
-        labels = draw_labels(posterior, self.coherence, self._rng(index, _LABELS), spacing=self.grid.spacing)
-        labels[self.grid.patches(self._rng(index, _IGNORED), self.ignored, 0.05 * self.grid.scale)] = IGNORE_INDEX
+        labels = draw_labels(posterior, self.coherence, self._rng(_LABELS, index), spacing=self.grid.spacing)
+        labels[self.grid.patches(self._rng(_IGNORED, index), self.ignored, 0.05 * self.grid.scale)] = IGNORE_INDEX
         return Scene(
             posterior=_float(posterior),
             labels=torch.from_numpy(labels),
-            image=_float(_image(self.grid, np.exp(belief), self.shift, self._rng(index, _IMAGE))),
+            image=_float(_image(self.grid, np.exp(belief), self.shift, self._rng(_IMAGE, index))),
             logits=pool([member[None] for member in members], "logits")[0] if members else _float(logits),
             temperature=None if temperature is None else _float(temperature),
             members=members,
         )
 
-    def _rng(self, *key: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, *key])
+    def _rng(self, ingredient: int, *key: int) -> np.random.Generator:
+        return np.random.default_rng([ingredient, self.seed, *key])
 
     def _shifted(self, belief: Array) -> Array:
         """The truth after a covariate shift, ``S(log p / (1 + s) + s b)``: flatter, with another class prior."""
@@ -123,13 +123,13 @@ class SceneSpec:
     def _planted(self, logits: Array, index: int) -> tuple[Array, Array | None]:
         temperature: Array | None = None
         for position, plant in enumerate(self.plant):
-            logits, factor = plant.apply(logits, self.grid, self._rng(index, _PLANTS, position))
-            if not (isinstance(factor, float) and factor == 1):
-                temperature = np.ones(self.size) * factor if temperature is None else temperature * factor
+            logits, factor = plant.apply(logits, self.grid, self._rng(_PLANTS, index, position))
+            if factor is not None:
+                temperature = factor * (np.ones(self.size) if temperature is None else temperature)
         return logits, temperature
 
     def _members(self, logits: Array, index: int) -> tuple[Tensor, ...]:
-        rng = self._rng(index, _MEMBERS)
+        rng = self._rng(_MEMBERS, index)
         return tuple(
             _float(logits + self.member_noise * self.grid.noise(rng, 0.02 * self.grid.scale, self.num_classes))
             for _ in range(self.members or 0)

@@ -74,7 +74,7 @@ def _blobs(grid: Grid, within: Array | None, rng: np.random.Generator) -> Array:
         core: Array = within - rng.uniform(0.35, 0.55) * depth + 0.6 * wobble
         return core
     union = np.full(grid.size, -np.inf)
-    for _ in range(int(rng.integers(1, 4))):
+    for _ in range(_crowd(grid) * int(rng.integers(1, 4))):
         centre = rng.uniform(0.15, 0.85, len(grid.size)) * grid.extent
         radii = _roundness(grid) * rng.uniform(0.1, 0.22, len(grid.size))
         turn = np.linalg.qr(rng.standard_normal((len(radii), len(radii))))[0]
@@ -84,9 +84,14 @@ def _blobs(grid: Grid, within: Array | None, rng: np.random.Generator) -> Array:
     return union
 
 
+def _crowd(grid: Grid) -> int:
+    """How many shapes there are for one in a plane: a slice of a volume cuts only some of them."""
+    return 3 if len(grid.size) == 3 else 1
+
+
 def _roundness(grid: Grid) -> float:
     """What a radius is a fraction of: a ball takes less of a volume than a disc of a plane, so it is made larger."""
-    return grid.scale * (1.5 if len(grid.size) == 3 else 1.0)
+    return grid.scale * (1.25 if len(grid.size) == 3 else 1.0)
 
 
 def _speck(grid: Grid, rng: np.random.Generator) -> Array:
@@ -101,7 +106,7 @@ def _speck(grid: Grid, rng: np.random.Generator) -> Array:
 def _branches(grid: Grid, rng: np.random.Generator) -> Array:
     """Signed distance to one or two tapering curves across the scene, each with side branches; 1 to 4 voxels wide."""
     curves = []
-    for _ in range(rng.integers(1, 3)):
+    for _ in range(_crowd(grid) * int(rng.integers(1, 3))):
         start, end = rng.uniform(0.05, 0.95, (2, len(grid.size))) * grid.extent
         side = len(grid.size) - 1 - rng.integers(2)
         start[side], end[side] = 0.0, grid.extent[side]
