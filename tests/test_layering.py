@@ -10,12 +10,14 @@ import segcal
 SOURCE = Path(segcal.__file__).parent
 LAYERS = [
     {"errors"},
-    {"types"},
+    {"types", "files", "inference", "threads"},
+    {"results"},
     {"scores"},
     {"cases", "kernels"},
-    {"statistics", "regions", "solvers", "synthetic", "distributed", "inference"},
-    {"metrics", "calibrators", "losses", "fusion"},
-    {"training", "plots", "check", "evaluate", "integrations"},
+    {"statistics", "regions", "solvers", "synthetic", "distributed"},
+    {"metrics", "calibrators", "losses", "fusion", "maps"},
+    {"plan", "plots", "check"},
+    {"training", "evaluate", "integrations"},
     {"compare"},
     {"report"},
     {"cli"},

@@ -14,8 +14,8 @@ class SegcalError(ValueError):
         where: The file, folder or argument it happened in.
 
     Example:
-        >>> print(SegcalError("label 9", expected="0..5", fix="set ignore_index = 9", case="p01", where="labels/p01.png"))
-        case 'p01', labels/p01.png: label 9; expected 0..5. To fix: set ignore_index = 9.
+        >>> print(SegcalError("label 9", expected="0..5", fix="set ignore_index = 9", case="p01"))
+        case 'p01': label 9; expected 0..5. To fix: set ignore_index = 9.
     """
 
     def __init__(

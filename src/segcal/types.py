@@ -142,7 +142,11 @@ class Case:
         if not self.source.sliceable:
             self.load()
         for rows in row_slices(self.shape, values):
-            yield Chunk(rows, *(self._rows(name, rows) for name in ("logits", "labels", "mask")))  # type: ignore[arg-type]
+            yield self.chunk(rows)
+
+    def chunk(self, rows: slice) -> Chunk:
+        """Some rows, ``slice(start, stop)``."""
+        return Chunk(rows, *(self._rows(name, rows) for name in ("logits", "labels", "mask")))  # type: ignore[arg-type]
 
     def _rows(self, name: str, rows: slice) -> Tensor | None:
         if name not in self._read:

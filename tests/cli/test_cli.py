@@ -27,7 +27,7 @@ def run(monkeypatch, capsys):
 def test_help_teaches_every_command(run):
     code, text, _ = run("--help")
     assert code == 0
-    for command in ("check", "pack", "scenes", "demo"):
+    for command in ("check", "evaluate", "pack", "scenes", "demo"):
         assert command in text
         assert "Example: segcal" in run(command, "--help")[1]
 
@@ -75,6 +75,46 @@ def test_pack_an_nnunet_folder_to_zarr(run, tmp_path):
     assert run("check", tmp_path / "out")[0] == 0
 
 
+def test_evaluate_prints_writes_and_draws(run, tmp_path):
+    root = plain(tmp_path / "in", shape=(20, 24))
+    options = ("--metrics", "ece,ece[num_bins=50],hd95", "--regions", "everything,boundary,local")
+    files = (
+        "-o",
+        tmp_path / "r.json",
+        "--csv",
+        tmp_path / "r.csv",
+        "--plots",
+        tmp_path / "p",
+        "--maps",
+        tmp_path / "m",
+    )
+    code, text, error = run("evaluate", root, *options, *files)
+    assert (code, error) == (0, "")
+    for word in ("ece[num_bins=50]", "boundary", "local-max", "hd95", "95% interval", "overconfident", "free-energy"):
+        assert word in text
+    assert json.loads((tmp_path / "r.json").read_text())["format"] == "segcal.Results"
+    assert (tmp_path / "r.csv").read_text().startswith("case,region,metric")
+    assert {path.name for path in (tmp_path / "p").iterdir()} >= {"reliability-everything.png", "classes-boundary.png"}
+    assert np.load(tmp_path / "m" / "confidence" / "case0.npy").shape == (20, 24)
+
+
+def test_evaluate_presets_json_and_mistakes(run, tmp_path):
+    root = plain(tmp_path / "in", shape=(20, 24))
+    code, text, _ = run("evaluate", root, "--preset", "crac", "--json")
+    assert code == 0
+    assert {row[2] for row in json.loads(text)["rows"]} >= {"hd95", "ece[num_bins=15]"}
+    for options, says in (
+        (("--preset", "nope"), "preset is 'nope'"),
+        (("--metrics", "nope"), "metric is 'nope'"),
+        (("--regions", "nope"), "region is 'nope'"),
+        (("--regions", ","), "nothing was asked for"),
+    ):
+        code, text, error = run("evaluate", root, *options, "-o", tmp_path / "r.json")
+        assert (code, text) == (1, "")
+        assert says in error
+    assert not (tmp_path / "r.json").exists()
+
+
 def test_errors_go_to_standard_error_without_a_traceback(run, tmp_path):
     code, text, error = run("check", tmp_path / "nowhere")
     assert (code, text) == (1, "")
@@ -97,7 +137,3 @@ def test_demo_runs_from_a_shell(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "true calibration error" in done.stdout
-    again = subprocess.run(
-        [sys.executable, "-m", "segcal", "demo", "-o", tmp_path / "d"], capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr

@@ -16,8 +16,9 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from segcal.cases.disk import DiskCase
-from segcal.cases.formats import Array, ArraySink, Geometry, Index, atomic_path, create_array, open_array
+from segcal.cases.formats import Array, ArraySink, Geometry, Index, create_array, open_array
 from segcal.errors import OutputError, SegcalError
+from segcal.files import atomic_path
 from segcal.types import Case, Kind
 
 JOURNAL = ".segcal-journal.jsonl"

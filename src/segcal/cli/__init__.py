@@ -9,6 +9,7 @@ import typer
 from segcal.cli.console import show_error
 from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
+from segcal.cli.evaluate import evaluate_command
 from segcal.errors import SegcalError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("check")(check_command)
+app.command("evaluate")(evaluate_command)
 app.command("pack")(pack_command)
 app.command("scenes")(scenes_command)
 app.command("demo")(demo_command)

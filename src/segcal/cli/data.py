@@ -44,7 +44,9 @@ class StoredType(str, Enum):
     float32 = "float32"
 
 
-Data = Annotated[Path, typer.Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")]
+Data = Annotated[
+    Path, typer.Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
+]
 LayoutOption = Annotated[
     Layout | None, typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
 ]

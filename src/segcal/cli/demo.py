@@ -14,6 +14,8 @@ from segcal.cases import open_cases, write_dataset
 from segcal.check import check
 from segcal.cli.console import out, progress
 from segcal.cli.data import show_check
+from segcal.cli.evaluate import show_results
+from segcal.evaluate import evaluate
 
 
 def demo_command(
@@ -22,7 +24,7 @@ def demo_command(
     ),
     seed: Annotated[int, typer.Option(help="Same seed, same scenes.")] = 0,
 ) -> None:
-    """Run segcal on synthetic scenes with a known truth: write them, check them, pack them.
+    """Run segcal on synthetic scenes with a known truth: write them, check them, evaluate them, pack them.
 
     Example: segcal demo
     """
@@ -33,8 +35,13 @@ def demo_command(
             write_dataset(cases, folder, progress=step)
         with progress(f"checking {name}", len(cases)) as step:
             show_check(check(folder, progress=step))
+        cases = open_cases(folder)
+        with progress(f"evaluating {name}", len(cases)) as step:
+            results = evaluate(cases, regions=("everything", "boundary"), progress=step)
+        results.to_json(output / f"{name}.json")
+        show_results(results)
         error = synthetic.TrueCalibrationError(0.0, 0.0, 0)
-        for case in open_cases(folder):
+        for case in cases:
             assert case.posterior is not None
             error += synthetic.true_calibration_error(case.logits.log_softmax(1), case.posterior)
         out.print(f"true calibration error: KL {error.kl:.4f} nats, L1 {error.l1:.4f} per voxel\n")
@@ -44,7 +51,10 @@ def demo_command(
         f"packed the images to float16: {report.bytes / 1e6:.1f} MB, "
         f"NLL moved by {report.nll_stored - report.nll_input:+.1e}"
     )
-    out.print(f"\nThe datasets are in [bold]{escape(str(output))}[/]. Next: segcal check {escape(str(output))}/images")
+    out.print(f"\nDatasets and results are in [bold]{escape(str(output))}[/].")
+    out.print(
+        f"Next: segcal evaluate {escape(str(output))}/images --plots figures/ --regions everything,boundary,local"
+    )
 
 
 def _clear(folder: Path) -> None:

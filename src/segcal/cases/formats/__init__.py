@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from numpy.typing import DTypeLike
@@ -16,6 +14,7 @@ from segcal.cases.formats.images import PngFile, PngSink, TiffFile, TiffSink
 from segcal.cases.formats.nifti import NiftiFile, NiftiSink
 from segcal.cases.formats.stores import H5File, H5Sink, ZarrFile, ZarrSink
 from segcal.errors import DataError, OutputError
+from segcal.files import atomic_path
 
 __all__ = [
     "SUFFIXES",
@@ -24,7 +23,6 @@ __all__ = [
     "ArraySink",
     "Geometry",
     "Index",
-    "atomic_path",
     "create_array",
     "open_array",
     "split_suffix",
@@ -88,30 +86,6 @@ def create_array(
         sink = _sink(parts[1], temporary, shape, dtype, row_axis, key, geometry)
         yield sink
         sink.close()
-
-
-@contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that takes its place when the block succeeds and vanishes when it fails."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        if path.is_dir() and temporary.exists():
-            shutil.rmtree(path)
-        temporary.replace(path)
-    except OSError as error:
-        raise OutputError(
-            f"cannot be written ({error.strerror or error})",
-            where=str(path),
-            expected="a writable folder with enough space",
-        ) from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                temporary.unlink()
 
 
 def _sink(

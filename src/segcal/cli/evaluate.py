@@ -1,0 +1,147 @@
+"""``segcal evaluate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from segcal.cases import open_cases
+from segcal.cli.console import out, progress
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
+from segcal.errors import InputError
+from segcal.evaluate import DEFAULT_METRICS, evaluate
+from segcal.maps import write_maps
+from segcal.metrics import METRICS, PRESETS, Column, preset
+from segcal.regions import REGIONS
+from segcal.results import Results
+
+
+def evaluate_command(
+    data: Data,
+    layout: LayoutOption = None,
+    labels: LabelsOption = None,
+    metrics: Annotated[
+        str, typer.Option(help="Comma-separated ids, with options as in 'ece[num_bins=50]', or 'all'.")
+    ] = ",".join(DEFAULT_METRICS),
+    regions: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")] = "everything,boundary",
+    preset_id: Annotated[
+        str | None, typer.Option("--preset", help="A paper's table instead: " + ", ".join(PRESETS) + ".")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the results as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the tidy rows as CSV.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw reliability diagrams into this folder.")] = None,
+    maps: Annotated[
+        Path | None, typer.Option(help="Write voxel maps (confidence, error, balance, band) into this folder.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes; each takes a share of the cases.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the local patches.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
+
+    Reads every case once. The mean is over images, the interval a bootstrap over images.
+
+    Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
+    """
+    cases = open_cases(data, **declared(layout, labels))
+    columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(_split_metrics(metrics))
+    with progress("evaluating", len(cases)) as step:
+        results = evaluate(cases, metrics=columns, regions=_split(regions), workers=workers, seed=seed, progress=step)
+    if output:
+        results.to_json(output)
+    if csv:
+        results.to_csv(csv)
+    if plots:
+        _draw(results, plots)
+    if maps:
+        with progress("mapping", len(cases)) as step:
+            write_maps(cases, maps, progress=step)
+    if as_json:
+        out.print_json(results.to_json())
+    else:
+        show_results(results)
+
+
+def show_results(results: Results) -> None:
+    """Print results as a table with the diagnosis in words."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("region", "metric"):
+        table.add_column(column)
+    for column in ("pooled", "per image", "95% interval", "images"):
+        table.add_column(column, justify="right")
+    previous = ""
+    for row in results.summary():
+        undefined = f" ({row.undefined} undefined)" if row.undefined else ""
+        table.add_row(
+            row.region if row.region != previous else "",
+            escape(row.metric),
+            _number(row.pooled),
+            _number(row.mean),
+            f"{_number(row.low)} - {_number(row.high)}" if row.low == row.low else "",
+            f"{row.cases}{undefined}",
+        )
+        previous = row.region
+    out.print(table)
+    for line in diagnosis_in_words(results):
+        out.print(line, soft_wrap=True)
+
+
+def diagnosis_in_words(results: Results) -> list[str]:
+    """The diagnosis as sentences."""
+    found = results.diagnosis
+    images = ", ".join(f"{count} {word}" for word, count in found["images"].items() if count)
+    overall = f"NLL - entropy = {found['set']['balance']:+.4f} nats per voxel"
+    lines = [f"[bold]{found['set']['verdict']}[/] ({overall}); images: {images}"]
+    for scope in ("classes", "bands"):
+        words: dict[str, list[str]] = {}
+        for name, finding in found[scope].items():
+            words.setdefault(finding["verdict"], []).append(name)
+        if words:
+            lines.append(
+                f"{scope}: " + "; ".join(f"{word}: {escape(', '.join(names))}" for word, names in words.items())
+            )
+    gauge = found["gauge"]
+    advice = {
+        "none": "calibrators that see raw logits are safe",
+        "some": "prefer translation-invariant calibrators",
+        "high": "use translation-invariant calibrators only",
+        "undefined": "no valid voxels",
+    }
+    lines.append(f"free-energy spread {gauge['free_energy_std']:.2f} nats per image: {advice[gauge['risk']]}")
+    return lines
+
+
+def _draw(results: Results, folder: Path) -> None:
+    from segcal.plots import reliability_figures, save
+
+    for name, figure in reliability_figures(results):
+        save(figure, folder / f"{name}.png")
+
+
+def _split(text: str) -> tuple[str, ...]:
+    names = tuple(item.strip() for item in text.split(",") if item.strip())
+    if not names:
+        raise InputError("nothing was asked for", where="--regions", expected="at least one name")
+    return names
+
+
+def _split_metrics(text: str) -> tuple[str, ...]:
+    """Split at commas that are not inside brackets; 'all' is every metric."""
+    if text.strip() == "all":
+        return tuple(METRICS)
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"

@@ -1,0 +1,91 @@
+"""Bins on [0, 1]: ``(lo, hi]``, with 0 in the first and 1 in the last.
+
+One grid holds the edges of every equal-width binning that was asked for, so a voxel is looked up once and every
+coarser binning is an exact sum of the grid's bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segcal.errors import InputError
+
+FINE_BINS = 4096
+
+
+@dataclass(frozen=True)
+class BinGrid:
+    """Bins with upper edges ``upper (M,)``; bin ``i`` is ``(upper[i - 1], upper[i]]``.
+
+    ``first (4096,)`` is the lookup table: a value in ``(j/4096, (j+1)/4096]`` lies in bin ``first[j]`` or a few above.
+
+    Example:
+        >>> grid = BinGrid.top_label(bins=(15,))
+        >>> int(grid.coarse(15).max()), int(grid.coarse(16).max())
+        (14, 15)
+    """
+
+    upper: NDArray[np.float64]
+    first: NDArray[np.int32]
+
+    @classmethod
+    def from_edges(cls, edges: Iterable[float]) -> BinGrid:
+        """The grid with these inner edges; 0 and 1 are always edges."""
+        upper = np.unique(np.append(np.fromiter(edges, np.float64), 1.0))
+        upper = upper[upper > 0]
+        cells = np.arange(FINE_BINS) / FINE_BINS
+        return cls(upper, np.searchsorted(upper, cells, side="right").astype(np.int32))
+
+    @classmethod
+    def top_label(cls, bins: Iterable[int], also: BinGrid | None = None) -> BinGrid:
+        """4096 equal-width bins, cut further at the edges of each requested number of bins and of the grid ``also``."""
+        edges = [edge for count in (FINE_BINS, *bins) for edge in _equal_width(count)]
+        return cls.from_edges(edges if also is None else [*edges, *also.upper])
+
+    @classmethod
+    def classwise(cls, bins: Iterable[int], threshold: float) -> BinGrid:
+        """About 300 bins: ``(0, threshold]``, then narrow near 0 and 1 and wider between, cut at the requested edges.
+
+        No bin but the first is wider than a sixteenth of its distance to the nearer end (nor need it be narrower than
+        1/4096): class probabilities crowd at both ends, and a grid this small stays in cache for every class at once.
+        """
+        ticks = [0]
+        while ticks[-1] < FINE_BINS // 2:
+            ticks.append(ticks[-1] + max(1, 2 ** (ticks[-1].bit_length() - 5)))
+        edges = {k / FINE_BINS for k in ticks} | {1 - k / FINE_BINS for k in ticks}
+        edges |= {edge for count in bins for edge in _equal_width(count)}
+        return cls.from_edges([threshold, *(edge for edge in edges if edge > threshold)])
+
+    def __len__(self) -> int:
+        return len(self.upper)
+
+    @property
+    def lower(self) -> NDArray[np.float64]:
+        """Lower edges ``(M,)``."""
+        return np.concatenate(([0.0], self.upper[:-1]))
+
+    def within(self, coarser: BinGrid) -> NDArray[np.int64]:
+        """Which bin of ``coarser``, whose edges are all edges of this grid, each bin lies in ``(M,)``."""
+        return np.searchsorted(coarser.upper, self.upper, side="left")
+
+    def coarse(self, num_bins: int) -> NDArray[np.int64]:
+        """Which of ``num_bins`` equal-width bins each bin of the grid lies in ``(M,)``."""
+        edges = np.array(_equal_width(num_bins))
+        if not np.isin(edges, self.upper).all():
+            raise InputError(
+                f"num_bins = {num_bins} cannot be derived from these statistics",
+                expected="a bin count they were told of",
+                fix=f"collect them with bins=(..., {num_bins})",
+            )
+        return np.searchsorted(edges, self.upper, side="left")
+
+
+def _equal_width(count: int) -> list[float]:
+    """Upper edges of ``count`` equal-width bins, the last being exactly 1."""
+    if count < 1:
+        raise InputError(f"num_bins = {count}", expected="at least 1")
+    return [k / count for k in range(1, count + 1)]

@@ -1,0 +1,61 @@
+"""What one pass over voxels leaves behind, as plain arrays: sums in float64, counts in int64.
+
+``A`` is the number of slots (disjoint groups of voxels), ``C`` of classes, ``T`` and ``M`` of bins of the top-label
+and the classwise grid.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+Sums = NDArray[np.float64]
+
+
+class Tally(NamedTuple):
+    """Additive statistics per slot. All are sums over voxels, so adding two tallies merges them.
+
+    Example:
+        >>> Tally.zeros(1, 3, 4096, 150).confusion.shape
+        (1, 3, 3)
+    """
+
+    confusion: Counts  # (A, C, C): label, prediction
+    losses: Sums  # (A, C, 3): NLL, Brier, entropy by predicted class
+    top_count: Counts  # (A, 2, T): wrong / right, bin of the confidence
+    top_confidence: Sums  # (A, 2, T)
+    predicted_count: Counts  # (A, C, 2, M): predicted class, wrong / right, bin of the confidence
+    predicted_confidence: Sums  # (A, C, 2, M)
+    class_count: Counts  # (A, C, M): class, bin of its probability
+    class_confidence: Sums  # (A, C, M)
+    class_positive: Counts  # (A, C, M): those of class_count whose label is the class
+    flips: Counts  # (A, 4): compared with the uncalibrated prediction, harmful, beneficial, neutral
+    energy: Sums  # (A, 2): sums of F - shift and (F - shift)^2, F the free energy
+    distance: Sums  # (A, 3): sum of finite boundary distances, how many, and how many given; no kernel fills this
+
+    @classmethod
+    def zeros(cls, slots: int, classes: int, top_bins: int, class_bins: int) -> Tally:
+        """A tally of nothing. ``class_bins = 0`` leaves the per-class histograms out."""
+        a, c, t, m = slots, classes, top_bins, class_bins
+        return cls(
+            confusion=np.zeros((a, c, c), np.int64),
+            losses=np.zeros((a, c, 3), np.float64),
+            top_count=np.zeros((a, 2, t), np.int64),
+            top_confidence=np.zeros((a, 2, t), np.float64),
+            predicted_count=np.zeros((a, c, 2, m), np.int64),
+            predicted_confidence=np.zeros((a, c, 2, m), np.float64),
+            class_count=np.zeros((a, c, m), np.int64),
+            class_confidence=np.zeros((a, c, m), np.float64),
+            class_positive=np.zeros((a, c, m), np.int64),
+            flips=np.zeros((a, 4), np.int64),
+            energy=np.zeros((a, 2), np.float64),
+            distance=np.zeros((a, 3), np.float64),
+        )
+
+    def add(self, other: Tally) -> None:
+        """Add ``other`` in place."""
+        for mine, theirs in zip(self, other, strict=True):
+            np.add(mine, theirs, out=mine)

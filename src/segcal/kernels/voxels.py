@@ -1,0 +1,173 @@
+"""The voxels of one update, cut into pieces small enough to work on.
+
+A piece is a matrix ``(C, v)`` of scores with its labels. Contiguous float32 logits are never copied; half precision,
+channels-last or otherwise strided logits are converted piece by piece, so no more than a piece is ever in memory twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.kernels.grid import BinGrid
+
+PIECE_VOXELS = 2**15
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """A calibrator's map, applied inside the pass: ``z -> weight z + bias``, per voxel.
+
+    ``weight`` is a scalar (1 / temperature), ``(C,)`` (vector scaling) or ``(C, C)`` (matrix scaling); ``bias`` is
+    ``(C,)`` or None. A positive scalar without bias cannot change the argmax.
+
+    Example:
+        >>> AffineMap.temperature(2.0)(torch.tensor([[4.0, 2.0]]))
+        tensor([[2., 1.]])
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim > 2 or len(set(self.weight.shape)) > 1:
+            raise InputError(f"weight has shape {tuple(self.weight.shape)}", expected="(), (C,) or (C, C)")
+        if not bool(torch.isfinite(self.weight).all()):
+            raise InputError("weight is not finite", expected="finite numbers")
+        if self.is_scale and float(self.weight) <= 0:
+            raise InputError(f"scale is {float(self.weight):g}", expected="a positive 1 / temperature")
+
+    @classmethod
+    def temperature(cls, temperature: float) -> AffineMap:
+        """Temperature scaling, ``z / temperature``."""
+        return cls(torch.tensor(1 / temperature, dtype=torch.float64))
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether this is a bare temperature."""
+        return self.weight.ndim == 0 and self.bias is None
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raise unless this map is one of scores of so many classes."""
+        for name, part in (("weight", self.weight), ("bias", self.bias)):
+            if part is not None and part.ndim and set(part.shape) != {num_classes}:
+                raise InputError(f"{name} has shape {tuple(part.shape)}", expected=f"{num_classes} classes")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The mapped logits ``(N, C, *spatial)``."""
+        self.check_classes(logits.shape[1])
+        column = (-1, *[1] * (logits.ndim - 2))
+        weight = self.weight.to(logits)
+        if weight.ndim == 2:
+            mapped = torch.einsum("kc,nc...->nk...", weight, logits)
+        else:
+            mapped = logits * (weight.view(column) if weight.ndim else weight)
+        return mapped if self.bias is None else mapped + self.bias.to(logits).view(column)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where some voxels lie: images, then rows of the first spatial axis, then columns of what is left, flattened."""
+
+    images: int | slice
+    rows: slice
+    columns: slice
+    offset: int  # flat index of the first voxel
+
+
+@dataclass(frozen=True)
+class Voxels:
+    """One update, checked by the caller: all tensors ``(N, *spatial)`` but ``logits (N, C, *spatial)``.
+
+    ``slots`` are indices 0..num_slots - 1 of the disjoint groups to tally, ``uncalibrated`` the argmax before
+    calibration, and ``score_map`` is applied to the logits on the way.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    top_grid: BinGrid
+    class_grid: BinGrid | None
+    ignore_index: int | None = None
+    mask: Tensor | None = None
+    slots: Tensor | None = None
+    num_slots: int = 1
+    uncalibrated: Tensor | None = None
+    score_map: AffineMap | None = None
+    energy_shift: float = 0.0
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is an uncalibrated prediction to compare with."""
+        return self.uncalibrated is not None or self.score_map is not None
+
+    def pieces(self) -> Iterator[Piece]:
+        """All voxels in order, about 2^15 at a time. Nothing is read or copied yet."""
+        batch, _, *spatial = self.logits.shape
+        per_image = math.prod(spatial)
+        everything = slice(None)
+        if per_image * batch == 0:
+            return
+        if per_image <= PIECE_VOXELS // 2:  # many small images, or (N, C): several to a piece
+            for images in _steps(batch, PIECE_VOXELS // per_image):
+                yield Piece(images, everything, everything, images.start * per_image)
+        elif self.logits.is_contiguous():
+            for n in range(batch):
+                for columns in _steps(per_image, PIECE_VOXELS):
+                    yield Piece(n, everything, columns, n * per_image + columns.start)
+        else:
+            per_row = per_image // spatial[0]
+            for n in range(batch):
+                for rows in _steps(spatial[0], PIECE_VOXELS // per_row):
+                    yield Piece(n, rows, everything, n * per_image + rows.start * per_row)
+
+    def scores(self, piece: Piece) -> tuple[Tensor, slice]:
+        """A matrix ``(C, V)`` and the piece's columns in it: a view where possible, else a copy of the piece alone."""
+        logits = self.logits.detach()
+        if isinstance(piece.images, slice):
+            matrix = logits[piece.images].movedim(1, 0).reshape(logits.shape[1], -1)
+        else:
+            matrix = logits[piece.images, :, piece.rows].reshape(logits.shape[1], -1)
+        return matrix, slice(*piece.columns.indices(matrix.shape[1]))
+
+    def flat(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """The piece's part of an ``(N, *spatial)`` tensor, ``(v,)``."""
+        part = tensor[piece.images] if isinstance(piece.images, slice) else tensor[piece.images, piece.rows]
+        return part.reshape(-1)[piece.columns]
+
+    def bad_voxel(self, flat: int) -> InputError:
+        """The error for the voxel with this flat index, which has an impossible label or scores without softmax."""
+        index = tuple(int(i) for i in np.unravel_index(flat, tuple(self.labels.shape)))
+        place = index[1:] if len(index) > 1 and index[0] == 0 and self.labels.shape[0] == 1 else index
+        label = int(self.labels[index])
+        classes = self.logits.shape[1]
+        if not 0 <= label < classes:
+            return InputError(
+                f"label {label} at voxel {place}",
+                expected=f"0..{classes - 1}" + ("" if self.ignore_index is None else f" or {self.ignore_index}"),
+                fix="set ignore_index, or mask the voxel",
+            )
+        where: tuple[int | slice, ...] = (index[0], slice(None), *index[1:])
+        scores = self.logits[where].double()
+        if bool(torch.isnan(scores).any()):
+            problem, fix = "NaN logits", "find out where the network produced them, or mask the voxel"
+        elif bool(torch.isposinf(scores).any()):
+            problem, fix = "infinite logits", "save float32 (float16 overflows above 65504)"
+        elif bool(torch.isneginf(scores).all()):
+            problem, fix = "every class is -inf", "leave at least one class possible, or mask the voxel"
+        else:
+            problem, fix = "the score map gives NaN", "use finite logits: a matrix turns -inf into NaN"
+        return InputError(
+            f"{problem} at voxel {place}", expected="finite logits (-inf only for impossible classes)", fix=fix
+        )
+
+
+def _steps(length: int, step: int) -> Iterator[slice]:
+    step = max(1, step)
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))

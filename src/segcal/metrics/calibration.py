@@ -1,0 +1,300 @@
+"""Calibration metrics: small reductions of :class:`~segcal.statistics.VoxelStatistics`.
+
+Every metric takes the statistics and a region (a name, or several for their intersection) and returns a
+:class:`~segcal.metrics.measure.Measure`, a float with a ``count``; NaN with count 0 where there is nothing to average.
+In formulas n is the number of voxels, B_b the voxels in bin b, conf and acc the means of confidence and correctness.
+Bins are equally wide, ``(lo, hi]``. Equal-mass binnings are in :mod:`segcal.metrics.equal_mass`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.fft import dct, idct
+
+from segcal.errors import InputError
+from segcal.kernels import FINE_BINS, BinGrid
+from segcal.metrics.measure import Measure
+from segcal.metrics.reliability import reliability
+from segcal.statistics import EVERYTHING, VoxelStatistics
+
+Region = str | Sequence[str]
+BANDS = ("band-0-3", "band-3-7", "band-7-15", "band-15-inf")
+
+
+def nll(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """Negative log-likelihood, the mean of ``-log p_y`` over voxels; inf if an impossible label occurs.
+
+    Example:
+        >>> import torch
+        >>> float(nll(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))) == math.log(2)
+        True
+    """
+    return _mean_loss(stats, region, 0)
+
+
+def brier(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """Brier score, the mean over voxels of ``sum_k (p_k - [k = y])^2``, over all classes (Brier 1950): 0 to 2.
+
+    Example:
+        >>> import torch
+        >>> brier(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))
+        0.5
+    """
+    return _mean_loss(stats, region, 1)
+
+
+def entropy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """Entropy of the prediction, the mean over voxels of ``-sum_k p_k log p_k``.
+
+    Example:
+        >>> import torch
+        >>> float(entropy(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))) == math.log(2)
+        True
+    """
+    return _mean_loss(stats, region, 2)
+
+
+def confidence_balance(stats: VoxelStatistics, *, region: Region = EVERYTHING, predicted: int | None = None) -> Measure:
+    """NLL minus entropy: above 0 overconfident, below 0 underconfident (Ding et al. 2021, definitions 4 to 6).
+
+    Zero in expectation for a calibrated model, also among the voxels ``predicted`` as one class; zero on the fit data
+    after temperature scaling.
+
+    Example:
+        >>> import torch
+        >>> float(confidence_balance(VoxelStatistics(2).update(torch.tensor([[9.0, 0.0]]), torch.tensor([1])))) > 0
+        True
+    """
+    total = stats.total(region)
+    losses, count = total.losses, total.confusion.sum(0)
+    if predicted is not None:
+        losses, count = losses[predicted : predicted + 1], count[predicted : predicted + 1]
+    return Measure.ratio(float((losses[:, 0] - losses[:, 2]).sum()), int(count.sum()))
+
+
+def ece(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:
+    """Expected calibration error of the top label: ``sum_b |B_b| / n |acc_b - conf_b|`` (Naeini 2015, Guo 2017).
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> round(ece(stats), 4)
+        0.3808
+    """
+    bins = reliability(stats, num_bins, region=region)
+    return Measure.ratio(float(np.abs(bins.confidence - bins.correct).sum()), int(bins.count.sum()))
+
+
+def mce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:
+    """Maximum calibration error: the largest ``|acc_b - conf_b|`` of the non-empty bins (Naeini 2015).
+
+    ``count`` is the number of non-empty bins.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.5, 0.0]]), torch.tensor([0, 1]))
+        >>> round(mce(stats), 4), mce(stats).count
+        (0.6225, 2)
+    """
+    gaps = _gaps(stats, num_bins, region)
+    return Measure(float(gaps.max()) if gaps.size else math.nan, gaps.size)
+
+
+def ace(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:
+    """Average calibration error: ``|acc_b - conf_b|`` averaged uniformly over the non-empty bins (Kirscher et al.).
+
+    ``count`` is the number of non-empty bins. With so few voxels in some bins it is best ``pooled`` over cases.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.5, 0.0]]), torch.tensor([0, 1]))
+        >>> round(ace(stats), 4)
+        0.3708
+    """
+    gaps = _gaps(stats, num_bins, region)
+    return Measure.ratio(float(gaps.sum()), gaps.size)
+
+
+def sce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING, divide: bool = False) -> Measure:
+    """Static calibration error: ``sum_c sum_b |B_cb| / n |acc_cb - conf_cb|``, B_cb the voxels *predicted* as c.
+
+    Ding et al. 2021, F.5, which divides by C (``divide=True``) where the paper's tables do not.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> round(sce(stats), 4)
+        0.5
+    """
+    total = stats.total(region)
+    gaps = _coarse(stats, total.predicted_confidence.sum(1) - total.predicted_count[:, 1], num_bins)
+    errors = float(np.abs(gaps).sum())
+    return Measure.ratio(errors / (stats.num_classes if divide else 1), int(total.confusion.sum()))
+
+
+def cece(
+    stats: VoxelStatistics,
+    *,
+    num_bins: int = 15,
+    region: Region = EVERYTHING,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Measure:
+    """Classwise ECE: ``mean_c sum_b |B_cb| / n |freq_cb - conf_cb|`` over the probabilities of every class (Kull 2019).
+
+    B_cb are all voxels by their probability of class c, freq_cb how many of them carry the label c.
+    ``reduction="sum"`` is the formula printed by Murugesan et al. 2023 (their code takes the mean).
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> round(cece(stats), 4)
+        0.5
+    """
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"reduction is {reduction!r}", expected="'mean' or 'sum'")
+    total = stats.total(region)
+    gaps = _coarse(stats, total.class_confidence - total.class_positive, num_bins)
+    errors = float(np.abs(gaps).sum())
+    return Measure.ratio(errors / (stats.num_classes if reduction == "mean" else 1), int(total.confusion.sum()))
+
+
+def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """ECE of the mispredicted voxels: their mean confidence, as none of them is right, whatever the bins (Wang 2023).
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> round(ece_wrong(stats), 4), ece_wrong(stats).count
+        (0.8808, 1)
+    """
+    total = stats.total(region)
+    return Measure.ratio(float(total.top_confidence[0].sum()), int(total.top_count[0].sum()))
+
+
+def ece_right(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """ECE of the correctly predicted voxels: 1 - their mean confidence, whatever the bins (Wang 2023).
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> round(ece_right(stats), 4), ece_right(stats).count
+        (0.1192, 1)
+    """
+    total = stats.total(region)
+    count = int(total.top_count[1].sum())
+    return Measure.ratio(count - float(total.top_confidence[1].sum()), count)
+
+
+def ba_ece(stats: VoxelStatistics, *, region: Region = EVERYTHING, bands: Sequence[str] = BANDS) -> Measure:
+    """Boundary-aware ECE: ``sum_k w_k |acc_k - conf_k| / sum_k w_k`` over distance bands, ``w_k = 1 / (mean d_k + 1)``.
+
+    Zeevi et al. 2025, Kirscher et al. appendix C; d is the distance to the nearest label boundary. Empty bands are left
+    out, and so are bands without any finite distance; ``count`` is the number of bands left. The statistics must have
+    been given the bands as regions and ``distance``.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2, regions=("near", "far"))
+        >>> near = torch.tensor([True, True, False])
+        >>> distance = torch.tensor([0.0, 0.0, 9.0])
+        >>> logits, labels = torch.tensor([[2.0, 0.0]] * 3), torch.tensor([0, 1, 0])
+        >>> _ = stats.update(logits, labels, regions={"near": near, "far": ~near}, distance=distance)
+        >>> round(ba_ece(stats, bands=("near", "far")), 4)
+        0.357
+    """
+    outer = (region,) if isinstance(region, str) else tuple(region)
+    weighted, weights, used = 0.0, 0.0, 0
+    for band in bands:
+        total = stats.total((*outer, band))
+        count = int(total.top_count.sum())
+        distance_sum, finite, given = (float(value) for value in total.distance)
+        if given < count:
+            raise InputError("some voxels came without a distance", fix="pass distance= to VoxelStatistics.update")
+        if finite:
+            weight = 1 / (distance_sum / finite + 1)
+            weighted += weight * abs(float(total.top_confidence.sum()) - int(total.top_count[1].sum())) / count
+            weights += weight
+            used += 1
+    return Measure(weighted / weights if used else math.nan, used)
+
+
+def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """Smooth ECE of the top label (Blasiok & Nakkiran 2024): no bins, and a bandwidth chosen by the data.
+
+    ``smECE_s = int_0^1 |sum_i K_s(t, conf_i) (conf_i - right_i) / n| dt`` with the Gaussian kernel reflected at 0 and
+    1; the value is the s with ``smECE_s = s``. From the histogram of 4096 bins: each confidence is moved by at most
+    1/8192, which changes the integral by less than 1e-4 / s times itself.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> round(smece(stats), 3)
+        0.381
+    """
+    bins = reliability(stats, FINE_BINS, region=region)
+    count = int(bins.count.sum())
+    if not count:
+        return Measure(math.nan, 0)
+    # A reflected Gaussian is a product in the cosine basis, as heat in an insulated rod.
+    spectrum = dct((bins.confidence - bins.correct) / count, norm="ortho")
+    frequencies = np.pi * np.arange(FINE_BINS)
+
+    def smoothed(width: float) -> float:
+        return float(np.abs(idct(spectrum * np.exp(-0.5 * (width * frequencies) ** 2), norm="ortho")).sum())
+
+    low, high = 0.0, 1.0  # smoothed(width) - width falls from >= 0 at 0 to <= 0 at 1
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if smoothed(middle) > middle else (low, middle)
+    return Measure(smoothed((low + high) / 2), count)
+
+
+def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """Standard deviation over voxels of the free energy ``F = logsumexp(z)``: how much gauge there is to remove.
+
+    Kirscher et al., Table 3, report its mean over images: aggregate it ``per-image``. Of scores that went through a
+    ``score_map``, it is that of the mapped scores.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), torch.tensor([0, 0]))
+        >>> round(free_energy_std(stats), 6)
+        1.0
+    """
+    total = stats.total(region)
+    count = int(total.confusion.sum())
+    if not count:
+        return Measure(math.nan, 0)
+    first, second = (float(value) for value in total.energy)
+    return Measure(math.sqrt(max(0.0, second / count - (first / count) ** 2)), count)
+
+
+def _mean_loss(stats: VoxelStatistics, region: Region, column: int) -> Measure:
+    total = stats.total(region)
+    return Measure.ratio(float(total.losses[:, column].sum()), int(total.confusion.sum()))
+
+
+def class_grid(stats: VoxelStatistics) -> BinGrid:
+    """The grid of the per-class histograms, which must be there."""
+    if stats.class_grid is None:
+        raise InputError("the statistics have no per-class histograms", fix="collect them with classwise=True")
+    return stats.class_grid
+
+
+def _coarse(stats: VoxelStatistics, fine: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
+    """Sum per-class histograms ``(C, M)`` into equal-width bins."""
+    starts = np.searchsorted(class_grid(stats).coarse(num_bins), np.arange(num_bins))
+    coarse: NDArray[np.float64] = np.add.reduceat(fine, starts, axis=-1)
+    return coarse
+
+
+def _gaps(stats: VoxelStatistics, num_bins: int, region: Region) -> NDArray[np.float64]:
+    """|acc - conf| of the non-empty bins."""
+    bins = reliability(stats, num_bins, region=region)
+    gaps = np.abs(bins.mean_confidence - bins.accuracy)
+    return gaps[bins.count > 0]

@@ -1,0 +1,228 @@
+"""Calibration errors over bins that hold equally many voxels, class by class.
+
+A bin holds exactly n / R voxels; a group of voxels at the edge between two bins (tied, or in one bin of the histogram)
+is shared between them in proportion. That makes the value independent of the order of voxels, and lets it come from a
+histogram: treating all voxels of a histogram bin as tied changes the value by at most ``Measure.bound``. For the exact
+value a second pass over the same data (:class:`SecondPass`) splits the histogram bins in which edges fell.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.kernels import AffineMap, Voxels
+from segcal.kernels.refine import refine
+from segcal.kernels.tally import Counts, Sums
+from segcal.metrics.calibration import Region, class_grid
+from segcal.metrics.measure import Measure
+from segcal.statistics import EVERYTHING, VoxelStatistics
+
+_CELLS, _MOST_CELLS = 4096, 2**20
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Voxels of one class in ascending groups of about the same probability: ``(G,)`` each."""
+
+    count: Counts
+    confidence: Sums
+    positive: Counts
+    width: Sums  # of the interval that holds a group's probabilities
+
+    def cut(self, num_bins: int) -> NDArray[np.bool_]:
+        """Which groups an edge between equal-mass bins falls into."""
+        ends = self.count.cumsum()
+        edges = np.arange(1, num_bins) * (ends[-1] / num_bins)
+        cut = np.zeros(len(ends), dtype=bool)
+        inside = np.searchsorted(ends, edges, side="left")
+        cut[inside[edges < ends[inside]]] = True
+        return cut
+
+    def error(self, num_bins: int) -> tuple[float, float]:
+        """Mean over bins of |frequency - confidence|, and how far from it that of the single voxels may be."""
+        ends = np.concatenate(([0], self.count.cumsum()))
+        edges = np.linspace(0, ends[-1], num_bins + 1)
+        gap = np.concatenate(([0.0], (self.confidence - self.positive).cumsum()))
+        cut = self.cut(num_bins)
+        count, positive, width = self.count[cut], self.positive[cut], self.width[cut]
+        # Whatever the order within a group: positives can be misplaced by this much, confidences by that.
+        bound = (2 * positive * (1 - positive / count) + count * width / 2).sum() / ends[-1]
+        return float(np.abs(np.diff(np.interp(edges, ends, gap))).sum() / ends[-1]), float(bound)
+
+
+class SecondPass:
+    """Splits the histogram bins in which equal-mass edges fell, up to 4096-fold, on a second pass over the same data.
+
+    Confidences are then resolved to about 1e-7, float32's own rounding; what is left of the bound is in
+    ``Measure.bound``. The arguments must be those of the metric; a region is passed to :meth:`update` as ``mask``.
+
+    Example:
+        >>> import torch
+        >>> logits, labels = torch.randn(500, 3).mul(3), torch.randint(0, 3, (500,))
+        >>> stats = VoxelStatistics(3).update(logits, labels)
+        >>> exact = SecondPass(stats, num_bins=15).update(logits, labels)
+        >>> ace_adaptive(stats, exact=exact).bound < ace_adaptive(stats).bound
+        True
+    """
+
+    def __init__(
+        self,
+        stats: VoxelStatistics,
+        *,
+        num_bins: int = 15,
+        threshold: float = 0.0,
+        region: Region = EVERYTHING,
+    ) -> None:
+        self.num_bins, self.threshold, self.region = num_bins, threshold, region
+        self.grid = class_grid(stats)
+        start = _first_bin(stats, threshold)
+        self.cells = np.ones((stats.num_classes, len(self.grid)), np.int64)
+        cut = np.zeros(self.cells.shape, dtype=bool)
+        for row, groups in zip(cut, _groups(stats, region, start), strict=True):
+            if groups.count.sum():
+                row[start:] = groups.cut(num_bins)
+        if cut.any():
+            self.cells[cut] = max(1, min(_CELLS, _MOST_CELLS // int(cut.sum())))
+        length = int(self.cells.sum())
+        self.count, self.positive = np.zeros(length, np.int64), np.zeros(length, np.int64)
+        self.confidence = np.zeros(length)
+
+    def update(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *,
+        ignore_index: int | None = 255,
+        mask: Tensor | None = None,
+        score_map: AffineMap | None = None,
+    ) -> SecondPass:
+        """Add voxels, the same ones as in the first pass; see :meth:`segcal.statistics.VoxelStatistics.update`."""
+        voxels = Voxels(
+            logits=logits, labels=labels, top_grid=self.grid, class_grid=None,
+            ignore_index=ignore_index, mask=mask, score_map=score_map,
+        )  # fmt: skip
+        count, confidence, positive = refine(voxels, self.grid, self.cells)
+        self.count += count
+        self.confidence += confidence
+        self.positive += positive
+        return self
+
+    def merge(self, other: SecondPass) -> SecondPass:
+        """Add what ``other``, made from the same first pass, has seen."""
+        if not np.array_equal(self.cells, other.cells):
+            raise InputError("the second passes split different bins", expected="the same first pass and arguments")
+        self.count += other.count
+        self.confidence += other.confidence
+        self.positive += other.positive
+        return self
+
+    def groups(self, threshold_bin: int) -> list[Groups]:
+        """Per class, what lies above the bin ``threshold_bin``."""
+        widths = np.repeat(((self.grid.upper - self.grid.lower) / self.cells).reshape(-1), self.cells.reshape(-1))
+        result, stop = [], 0
+        for row in self.cells:
+            start, stop = stop + int(row[:threshold_bin].sum()), stop + int(row.sum())
+            here = slice(start, stop)
+            result.append(Groups(self.count[here], self.confidence[here], self.positive[here], widths[here]))
+        return result
+
+
+def ace_adaptive(
+    stats: VoxelStatistics,
+    *,
+    num_bins: int = 15,
+    region: Region = EVERYTHING,
+    exact: SecondPass | None = None,
+) -> Measure:
+    """Adaptive calibration error: ``1/(C R) sum_c sum_r |freq_rc - conf_rc|`` over R equal-mass bins a class.
+
+    Nixon et al. 2019; Ding et al. 2021, F.6. conf_rc is the mean probability of class c in the r-th bin of all voxels
+    sorted by it, freq_rc how many of these carry the label c. ``count`` is the number of classes averaged.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.zeros(4, 2), torch.tensor([0, 0, 0, 1]))
+        >>> ace_adaptive(stats, num_bins=2)
+        0.25
+    """
+    return _mean_over_classes(stats, num_bins, 0.0, region, exact)
+
+
+def tace(
+    stats: VoxelStatistics,
+    *,
+    num_bins: int = 15,
+    region: Region = EVERYTHING,
+    threshold: float | None = None,
+    binning: Literal["mass", "width"] = "mass",
+    exact: SecondPass | None = None,
+) -> Measure:
+    """Thresholded adaptive calibration error: ``ace-adaptive`` of the probabilities above the threshold alone.
+
+    Nixon et al. 2019. ``threshold`` is that of the statistics (1e-3) unless it is another edge of their grid.
+    ``binning="width"`` takes equal-width bins, weighted by their share of the class's probabilities above the
+    threshold, and then the mean over classes: what the released code of Murugesan et al. 2024 computes. Classes without
+    any probability above the threshold are left out; ``count`` is the number of classes averaged.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(3).update(torch.tensor([[0.0, 0.0, -99.0]] * 4), torch.tensor([0, 0, 0, 1]))
+        >>> tace(stats), tace(stats).count
+        (0.25, 2)
+    """
+    threshold = stats.threshold if threshold is None else threshold
+    if binning == "mass":
+        return _mean_over_classes(stats, num_bins, threshold, region, exact)
+    if binning != "width":
+        raise InputError(f"binning is {binning!r}", expected="'mass' or 'width'")
+    start = _first_bin(stats, threshold)
+    coarse = class_grid(stats).coarse(num_bins)[start:]
+    errors = []
+    for groups in _groups(stats, region, start):
+        gap = np.bincount(coarse, weights=groups.confidence - groups.positive)
+        errors.append(Measure.ratio(float(np.abs(gap).sum()), int(groups.count.sum())))
+    return Measure.mean(errors)
+
+
+def _mean_over_classes(
+    stats: VoxelStatistics, num_bins: int, threshold: float, region: Region, exact: SecondPass | None
+) -> Measure:
+    start = _first_bin(stats, threshold)
+    if exact is None:
+        per_class = _groups(stats, region, start)
+    else:
+        asked, made = (num_bins, threshold, region), (exact.num_bins, exact.threshold, exact.region)
+        if asked != made:
+            raise InputError(f"the second pass was made for num_bins, threshold, region = {made}", expected=f"{asked}")
+        per_class = exact.groups(start)
+    results = [groups.error(num_bins) for groups in per_class if groups.count.sum()]
+    if not results:
+        return Measure(math.nan, 0)
+    value, bound = np.mean(results, axis=0)
+    return Measure(value, len(results), bound)
+
+
+def _first_bin(stats: VoxelStatistics, threshold: float) -> int:
+    """The first bin of the class grid above the threshold, which must be one of its edges."""
+    upper = class_grid(stats).upper
+    if threshold and threshold not in upper:
+        raise InputError(
+            f"threshold is {threshold}", expected=f"{stats.threshold}", fix=f"collect with threshold={threshold}"
+        )
+    return int(np.searchsorted(upper, threshold, side="right"))
+
+
+def _groups(stats: VoxelStatistics, region: Region, start: int) -> list[Groups]:
+    total, grid = stats.total(region), class_grid(stats)
+    width = (grid.upper - grid.lower)[start:]
+    return [
+        Groups(total.class_count[c, start:], total.class_confidence[c, start:], total.class_positive[c, start:], width)
+        for c in range(stats.num_classes)
+    ]

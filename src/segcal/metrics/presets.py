@@ -1,0 +1,133 @@
+"""The conventions of the papers, as tables of columns: which metric, bins, region and aggregation they report.
+
+A case is an image, or a volume in 3D: the volumes of Murugesan et al. are evaluated whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from segcal.errors import InputError
+from segcal.metrics.calibration import BANDS
+from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
+from segcal.statistics import EVERYTHING, VoxelStatistics
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a paper's table: a metric with its options, where, and how cases become one value."""
+
+    metric: str
+    region: str = EVERYTHING
+    aggregation: Aggregation = "per-image"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The metric, and the region unless it is everything."""
+        return self.metric if self.region == EVERYTHING else f"{self.metric}@{self.region}"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What one paper reports.
+
+    Example:
+        >>> PRESETS["rethinking"].bins, PRESETS["rethinking"].columns[2].options
+        ((15, 50), {'num_bins': 50})
+    """
+
+    id: str
+    paper: str
+    columns: tuple[Column, ...]
+
+    @property
+    def bins(self) -> tuple[int, ...]:
+        """The bin counts to collect statistics with."""
+        return tuple(sorted({c.options["num_bins"] for c in self.columns if "num_bins" in c.options}))
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The regions to collect statistics for."""
+        names = dict.fromkeys(c.region for c in self.columns if c.region != EVERYTHING)
+        return (*names, *(BANDS if any(c.metric == "ba-ece" for c in self.columns) else ()))
+
+    def compute(self, cases: Sequence[VoxelStatistics], metrics: Mapping[str, MetricSpec]) -> dict[str, Measure]:
+        """All columns that are reductions of statistics, by :attr:`Column.name`, from one statistics object a case.
+
+        Example:
+            >>> import torch
+            >>> from segcal.metrics import METRICS
+            >>> cases = [VoxelStatistics(2, bins=(10,)).update(torch.eye(2), torch.tensor([0, 1]))]
+            >>> sorted(PRESETS["selective"].compute(cases, METRICS))
+            ['ece', 'miou']
+        """
+        values = {}
+        for column in self.columns:
+            spec = metrics.get(column.metric)
+            if spec is None or "surfaces" in spec.needs or column.region == "local":
+                continue
+            options = {**column.options, "region": column.region}
+            values[column.name] = aggregate(spec.function, cases, column.aggregation, **options)
+        return values
+
+
+def _lts(region: str) -> tuple[Column, ...]:
+    return tuple(Column(metric, region, options={"num_bins": 10}) for metric in ("ece", "mce", "sce", "ace-adaptive"))
+
+
+_FOREGROUND_DICE = Column("dsc", options={"background": False, "absent": "one"})
+
+#: The papers' tables, by the names of METHODS.md.
+PRESETS: dict[str, Preset] = {
+    preset.id: preset
+    for preset in (
+        Preset(
+            "lts",
+            "Ding et al., Local Temperature Scaling, ICCV 2021, tables 1 and 2",
+            # 10 bins throughout; SCE is not divided by the number of classes, as in the tables.
+            (*_lts("all"), *_lts("boundary"), *_lts("local"), Column("asd"), Column("surface-dice"), Column("hd95"),
+             Column("volume-dice")),
+        ),
+        Preset(
+            "nacl",
+            "Murugesan et al., Trust your neighbours, MICCAI 2023, table 1",
+            # Calibration on foreground labels; CECE is the mean over classes, as in the released code and the tables.
+            (_FOREGROUND_DICE, Column("hd95"), Column("ece", "foreground", options={"num_bins": 15}),
+             Column("cece", "foreground", options={"num_bins": 15})),
+        ),
+        Preset(
+            "selective",
+            "Wang et al., On calibrating semantic segmentation models, CVPR 2023, tables 1 and 2",
+            (Column("miou", aggregation="pooled"), Column("ece", options={"num_bins": 10})),
+        ),
+        Preset(
+            "rethinking",
+            "Kirscher et al., translation invariance and decision preservation, table 4",
+            # ACE is pooled, because bins of a single image hold too few voxels.
+            (Column("nll"), Column("dsc"), Column("ece", options={"num_bins": 50}), Column("ba-ece"),
+             Column("ace", aggregation="pooled", options={"num_bins": 15}), Column("flip")),
+        ),
+        Preset(
+            "crac",
+            "Murugesan et al., Class and region-adaptive constraints, MICCAI 2024, tables 1 and 2",
+            # TACE as in the released code: equal-width bins above 1e-3, on foreground labels.
+            (_FOREGROUND_DICE, Column("hd95"), Column("ece", "foreground", options={"num_bins": 15}),
+             Column("tace", "foreground", options={"num_bins": 15, "threshold": 1e-3, "binning": "width"})),
+        ),
+    )
+}  # fmt: skip
+
+
+def preset(id: str) -> Preset:
+    """The preset of a paper.
+
+    Example:
+        >>> preset("crac").regions
+        ('foreground',)
+    """
+    if id not in PRESETS:
+        raise InputError(f"preset is {id!r}", expected=f"one of {', '.join(PRESETS)}")
+    return PRESETS[id]

@@ -1,0 +1,129 @@
+"""Segmentation metrics from the confusion matrix, and flips: what calibration did to the labels.
+
+TP, FP, FN are the entries of one class's own confusion matrix. A class that occurs neither in the labels nor in the
+prediction is undefined: NaN, left out of means (``absent="one"`` counts it as 1 instead).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segcal.errors import InputError
+from segcal.metrics.calibration import Region
+from segcal.metrics.measure import Measure
+from segcal.statistics import EVERYTHING, VoxelStatistics
+
+Absent = Literal["nan", "one"]
+_FLIPS = ("all", "harmful", "beneficial", "neutral")
+
+
+def dice_per_class(
+    stats: VoxelStatistics, *, region: Region = EVERYTHING, absent: Absent = "nan"
+) -> NDArray[np.float64]:
+    """``2 TP / (2 TP + FP + FN)`` of every class ``(C,)``.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
+        >>> dice_per_class(stats)
+        array([0.66666667, 0.66666667,        nan])
+    """
+    hits, either = _overlap(stats, region)
+    return _ratio(2 * hits, either + hits, absent)
+
+
+def dsc(
+    stats: VoxelStatistics, *, region: Region = EVERYTHING, absent: Absent = "nan", background: bool = True
+) -> Measure:
+    """Dice similarity coefficient, the mean over classes of ``2 TP / (2 TP + FP + FN)`` (Dice 1945).
+
+    ``background=False`` leaves class 0 out. ``count`` is the number of classes averaged.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
+        >>> round(dsc(stats), 4), dsc(stats).count
+        (0.6667, 2)
+    """
+    return Measure.mean(dice_per_class(stats, region=region, absent=absent)[0 if background else 1 :])
+
+
+def volume_dice(stats: VoxelStatistics, *, region: Region = EVERYTHING, absent: Absent = "nan") -> Measure:
+    """Volume Dice, ``dsc`` over the classes but the background, class 0 (Ding et al. 2021, F.10).
+
+    Example:
+        >>> import torch
+        >>> volume_dice(VoxelStatistics(2).update(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1])))
+        1.0
+    """
+    return dsc(stats, region=region, absent=absent, background=False)
+
+
+def miou(
+    stats: VoxelStatistics, *, region: Region = EVERYTHING, absent: Absent = "nan", background: bool = True
+) -> Measure:
+    """Mean over classes of the intersection over union, ``TP / (TP + FP + FN)`` (Jaccard 1901).
+
+    ``background=False`` leaves class 0 out. ``count`` is the number of classes averaged.
+
+    Example:
+        >>> import torch
+        >>> miou(VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1])))
+        0.5
+    """
+    hits, either = _overlap(stats, region)
+    return Measure.mean(_ratio(hits, either, absent)[0 if background else 1 :])
+
+
+def accuracy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
+    """Share of voxels with the right label.
+
+    Example:
+        >>> import torch
+        >>> accuracy(VoxelStatistics(2).update(torch.eye(2)[[0, 0, 1, 1]], torch.tensor([0, 0, 0, 1])))
+        0.75
+    """
+    confusion = stats.total(region).confusion
+    return Measure.ratio(int(np.trace(confusion)), int(confusion.sum()))
+
+
+def flip(
+    stats: VoxelStatistics,
+    *,
+    region: Region = EVERYTHING,
+    kind: Literal["all", "harmful", "beneficial", "neutral"] = "all",
+) -> Measure:
+    """Share of voxels whose label calibration changed (Kirscher et al.).
+
+    ``harmful`` from right to wrong, ``beneficial`` from wrong to right, ``neutral`` from wrong to wrong; of the voxels
+    whose uncalibrated prediction was known. NaN where none was.
+
+    Example:
+        >>> import torch
+        >>> stats = VoxelStatistics(2)
+        >>> _ = stats.update(torch.eye(2), torch.tensor([0, 0]), uncalibrated=torch.tensor([0, 0]))
+        >>> flip(stats), flip(stats, kind="harmful"), flip(stats, kind="beneficial")
+        (0.5, 0.5, 0.0)
+    """
+    if kind not in _FLIPS:
+        raise InputError(f"kind is {kind!r}", expected=f"one of {', '.join(_FLIPS)}")
+    compared, *changed = (int(value) for value in stats.total(region).flips)
+    return Measure.ratio(sum(changed) if kind == "all" else changed[_FLIPS.index(kind) - 1], compared)
+
+
+def _overlap(stats: VoxelStatistics, region: Region) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """TP and TP + FP + FN of every class."""
+    confusion = stats.total(region).confusion
+    hits = np.diagonal(confusion)
+    return hits, confusion.sum(0) + confusion.sum(1) - hits
+
+
+def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64], absent: Absent) -> NDArray[np.float64]:
+    if absent not in ("nan", "one"):
+        raise InputError(f"absent is {absent!r}", expected="'nan' or 'one'")
+    values = np.full(len(whole), np.nan if absent == "nan" else 1.0)
+    np.divide(part, whole, out=values, where=whole > 0)
+    return values

@@ -1,0 +1,193 @@
+"""Local reliability: a network calibrated over an image may be far off within its parts (Ding et al., Fig. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from segcal.metrics.reliability import Reliability, reliability
+from segcal.plots import style
+from segcal.plots.reliability import draw_diagram, ece
+from segcal.plots.view import View, frame
+from segcal.regions import PATCH_COUNT, PATCH_SIZE, Window, local_patches
+from segcal.statistics import VoxelStatistics
+from segcal.types import Case
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, FigureBase
+
+
+def local_reliability(
+    case: Case,
+    *,
+    log_probs: Tensor | None = None,
+    count: int = PATCH_COUNT,
+    size: int = PATCH_SIZE,
+    seed: int = 0,
+    num_bins: int = 10,
+    slice_index: int | None = None,
+    channel: int = 0,
+    title: str | None = None,
+    figure: FigureBase | None = None,
+) -> Figure:
+    """An image with random patches coloured by their ECE, and diagrams of the whole, the best and the worst patch.
+
+    The bars, in the same colours, are the local ECEs in order; their mean and maximum are Local-Avg and Local-Max.
+    Patches are those of :func:`segcal.regions.local_patches`. In a volume they are boxes: those that cross the slice on
+    show are outlined, by default the middle slice of the worst. Patches without valid voxels are left out.
+
+    Args:
+        case: An image or a volume.
+        log_probs: Calibrated log-probabilities ``(N, C, *spatial)`` to show in place of the case's logits.
+        count: Number of patches.
+        size: Voxels along every side.
+        seed: Seed of the patches.
+        num_bins: Bins of the diagrams and of the ECE.
+        slice_index: Slice of a volume.
+        channel: Which problem of a multi-label case.
+        title: What is shown; by default the name of the case.
+        figure: A figure or subfigure to draw on; a new one by default.
+
+    Example:
+        >>> from segcal.synthetic import demo_scenes
+        >>> figure = local_reliability(demo_scenes()[0][0], size=40)
+    """
+    view = View.of(case, slice_index=slice_index, channel=channel, log_probs=log_probs)
+    everything = tuple(slice(0, length) for length in case.shape[2:])
+    total = _reliability(view, everything, num_bins)
+    windows = local_patches(case.shape[2:], count=count, size=size, seed=seed)
+    # An image no larger than a patch gives the same window again and again.
+    distinct = {tuple(part.start for part in window): window for window in windows}.values()
+    patches = [Patch(window, _reliability(view, window, num_bins)) for window in distinct]
+    patches = sorted((patch for patch in patches if patch.reliability.count.any()), key=lambda patch: patch.ece)
+    if patches and slice_index is None and view.slice_index is not None:
+        rows = patches[-1].window[0]
+        view = replace(view, slice_index=(rows.start + rows.stop) // 2)
+
+    height, width = view.shape
+    canvas = style.canvas(figure, 9.2, 0.9 + 4.6 * min(1.1, max(0.75, height / width)))
+    axes = canvas.subplot_mosaic([["image", "all", "spread"], ["image", "best", "worst"]], width_ratios=(2.2, 1, 1))
+    _draw_image(axes["image"], view, patches)
+    _draw_small(axes["all"], total, "everything")
+    _draw_spread(axes["spread"], patches, ece(total))
+    for name, index in (("best", 0), ("worst", -1)):
+        if len(patches) > 1:
+            _draw_small(axes[name], patches[index].reliability, f"{name} patch")
+        else:
+            axes[name].remove()
+    style.heading(canvas, view.name if title is None else title)
+    return style.root(canvas)
+
+
+class Patch(NamedTuple):
+    """A window of a case and its reliability."""
+
+    window: Window
+    reliability: Reliability
+
+    @property
+    def ece(self) -> float:
+        """The local ECE."""
+        return ece(self.reliability)
+
+    def crosses(self, slice_index: int | None) -> bool:
+        """Whether it is on show in a slice; in an image every patch is."""
+        return slice_index is None or self.window[0].start <= slice_index < self.window[0].stop
+
+
+def _reliability(view: View, window: Window, num_bins: int) -> Reliability:
+    """The reliability of the voxels in a window."""
+    case, channel, everything = view.case, slice(view.channel, view.channel + 1), slice(None)
+    voxels, columns = (channel, *window), (channel, everything, everything, *window[1:])
+    statistics = VoxelStatistics(case.shape[1], bins=(num_bins,), classwise=False)
+    statistics.update(
+        view.scores(window[0])[columns],
+        case.labels[voxels],
+        ignore_index=case.ignore_index,
+        mask=None if case.mask is None else case.mask[voxels],
+    )
+    return reliability(statistics, num_bins)
+
+
+def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
+    """The image in pale grey, so that the outlines stand out; without one, the confidence."""
+    from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
+
+    image = view.image()
+    if image is None:
+        image = view.plane(view.scores(view.rows).double().softmax(1).amax(1))
+    grey = image if image.ndim == 2 else image @ np.array([0.299, 0.587, 0.114])
+    view.show(ax, grey, cmap="gray", vmin=-0.6, vmax=1)
+    on_show = [index for index, patch in enumerate(patches) if patch.crosses(view.slice_index)]
+    count = f"{len(on_show)} of {len(patches)}" if len(on_show) < len(patches) else str(len(patches))
+    frame(ax, f"{count} {'patch' if count == '1' else 'patches'}, coloured by local ECE")
+    if not patches:
+        return
+    colours = _colours(patches)
+    for index in on_show:
+        down, across = patches[index].window[-2:]
+        extreme = index in (0, len(patches) - 1)
+        line = 2.6 if extreme else 1.6
+        corner = (across.start - 0.5, down.start - 0.5)
+        ax.add_patch(
+            Rectangle(
+                corner, across.stop - across.start, down.stop - down.start, fill=False, linewidth=line,
+                edgecolor=colours[index], zorder=4 if extreme else 3, label="_patch",
+                path_effects=[withStroke(linewidth=line + 1.4, foreground=style.INK)],
+            )
+        )  # fmt: skip
+        if extreme and len(patches) > 1:
+            # In opposite corners, so that they do not cover each other where the two patches overlap.
+            best = index == 0
+            ax.annotate(
+                "best" if best else "worst", corner if best else (across.stop - 0.5, down.stop - 0.5),
+                xytext=(4, -4) if best else (-4, 4), textcoords="offset points", ha="left" if best else "right",
+                va="top" if best else "bottom", fontsize=style.SMALL, color="white", zorder=5,
+                bbox={"facecolor": style.INK, "linewidth": 0, "pad": 1.5},
+            )  # fmt: skip
+
+
+def _draw_small(ax: Axes, part: Reliability, name: str) -> None:
+    draw_diagram(ax, part, small=True)
+    style.tidy(ax, title=f"{name}\nECE {style.number(ece(part))}", xlabel="confidence", ylabel="accuracy")
+    for text in (ax.xaxis.label, ax.yaxis.label):
+        text.set_fontsize(style.SMALL)
+    ax.set_box_aspect(1)
+
+
+def _draw_spread(ax: Axes, patches: Sequence[Patch], total: float) -> None:
+    """The local ECEs in order, with their mean and the ECE of everything."""
+    ax.set_box_aspect(1)
+    if len(patches) < 2:
+        style.message(ax, "one patch covers\nall there is" if patches else "no valid voxels")
+        style.tidy(ax, title="local ECE\n")
+        ax.set(xticks=(), yticks=())
+        return
+    values = np.array([patch.ece for patch in patches])
+    ax.bar(range(len(values)), values, color=_colours(patches), edgecolor=style.INK, linewidth=0.6, label="_local")
+    ax.axhline(total, color=style.INK, linewidth=1, linestyle="--")
+    style.tidy(
+        ax,
+        title=f"local ECE\nmean {values.mean():.3f}, max {values.max():.3f}",
+        xlabel="patches (dashed: everything)",
+        ylabel="ECE",
+    )
+    for text in (ax.xaxis.label, ax.yaxis.label):
+        text.set_fontsize(style.SMALL)
+    ax.set(xticks=(), ylim=(0, 1.15 * max(values.max(), total, 1e-6)))
+
+
+def _colours(patches: Sequence[Patch]) -> list[tuple[float, float, float, float]]:
+    """One colour a patch, darker for a larger ECE; they come in order, so the last has the largest."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    values = np.array([patch.ece for patch in patches])
+    shades = ScalarMappable(Normalize(0, max(values[-1], 1e-6)), "YlOrRd").to_rgba(values)
+    return [tuple(shade) for shade in shades]

@@ -1,0 +1,162 @@
+"""Maps of one case: where the network is unsure, where it is wrong, and where it is surer than it should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from segcal.maps import score_maps
+from segcal.plots import style
+from segcal.plots.colours import class_colours
+from segcal.plots.view import Plane, View, frame
+from segcal.regions import BAND_EDGES, CaseRegions
+from segcal.types import Case
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
+    from matplotlib.figure import Figure, FigureBase
+
+_WITH_IMAGE: list[Any] = [["image", "label", "prediction", "error"], ["confidence", "balance", "band", "legend"]]
+_WITHOUT: list[Any] = [["label", "prediction", "error", "legend"], ["confidence", "balance", "band", "legend"]]
+_BAND_COLOURS = ("#08306B", "#3F7FB8", "#9CC4E0", "#E3EEF8")
+_MOST_NAMES = 24
+
+
+def spatial_maps(
+    case: Case,
+    *,
+    log_probs: Tensor | None = None,
+    class_names: Sequence[str] | None = None,
+    slice_index: int | None = None,
+    channel: int = 0,
+    title: str | None = None,
+    figure: FigureBase | None = None,
+) -> Figure:
+    """Image, label, prediction, confidence, error, confidence balance and distance band, side by side.
+
+    Of a volume one slice along the first axis is shown, and only that slice of the scores is read; distances are those
+    in the volume. Ignored and masked voxels are hatched. The balance (NLL - entropy, > 0 overconfident) is clipped at
+    the 98th percentile of its magnitude.
+
+    Args:
+        case: An image or a volume.
+        log_probs: Calibrated log-probabilities ``(N, C, *spatial)`` to show in place of the case's logits.
+        class_names: One for each class.
+        slice_index: Slice of a volume; by default the one with most foreground (labels other than 0).
+        channel: Which problem of a multi-label case.
+        title: What is shown; by default the name of the case, and the slice.
+        figure: A figure or subfigure to draw on; a new one by default.
+
+    Example:
+        >>> from segcal.synthetic import demo_scenes
+        >>> images, volumes = demo_scenes()
+        >>> figure = spatial_maps(volumes[0], class_names=volumes.class_names)
+    """
+    view = View.of(case, slice_index=slice_index, channel=channel, log_probs=log_probs)
+    names = style.names_of(class_names, case.shape[1])
+    regions = CaseRegions(case.labels, spacing=case.spacing, ignore_index=case.ignore_index, mask=case.mask)
+    maps = score_maps(view.scores(view.rows), case.labels[:, view.rows], regions.valid[:, view.rows])
+    planes = {name: view.plane(values) for name, values in maps.items()}
+    labels, valid = view.plane(case.labels), view.plane(regions.valid)
+
+    image = view.image()
+    height, width = view.shape
+    canvas = style.canvas(figure, 10.0, 1.4 + 2 * 2.25 * min(2.0, max(0.15, height / width)))
+    axes = canvas.subplot_mosaic(_WITHOUT if image is None else _WITH_IMAGE)
+    if image is not None:
+        view.show(axes["image"], image, cmap="gray", vmin=0, vmax=1)
+        frame(axes["image"], "image")
+    colours = class_colours(case.shape[1])
+    _draw_classes(axes["label"], view, np.ma.masked_array(labels, ~valid), colours)
+    frame(axes["label"], "label")
+    _draw_classes(axes["prediction"], view, planes["prediction"], colours)
+    frame(axes["prediction"], "prediction")
+    _draw_error(axes["error"], view, planes["error"])
+    _draw_confidence(canvas, axes["confidence"], view, planes["confidence"])
+    _draw_balance(canvas, axes["balance"], view, planes["confidence-balance"])
+    _draw_bands(canvas, axes["band"], view, view.plane(regions.bands))
+    shown = np.bincount(np.append(labels[valid], planes["prediction"].ravel()), minlength=len(names))
+    _draw_legend(axes["legend"], shown.tolist(), names, colours, ignored=not valid.all())
+    style.heading(canvas, view.name if title is None else title)
+    return style.root(canvas)
+
+
+def _draw_classes(ax: Axes, view: View, classes: Plane, colours: Sequence[str]) -> None:
+    from matplotlib.colors import ListedColormap
+
+    limits = {"vmin": -0.5, "vmax": len(colours) - 0.5}
+    view.show(ax, classes, cmap=ListedColormap(list(colours)), interpolation="nearest", **limits)
+
+
+def _draw_error(ax: Axes, view: View, error: Plane) -> None:
+    from matplotlib.colors import ListedColormap
+
+    colours = ListedColormap(["#FFFFFF", style.WRONG])
+    view.show(ax, np.ma.masked_invalid(error), cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    known = ~np.isnan(error)
+    frame(ax, f"error ({style.share(float(error[known].sum()), int(known.sum()))} wrong)")
+
+
+def _draw_confidence(figure: FigureBase, ax: Axes, view: View, confidence: Plane) -> None:
+    least = 1 / view.case.shape[1]
+    shown = view.show(ax, np.ma.masked_invalid(confidence), cmap="viridis", vmin=least, vmax=1)
+    frame(ax, "confidence")
+    bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
+    _mark(bar, [least, (1 + least) / 2, 1], [f"1/C = {least:.2g}", f"{(1 + least) / 2:.2g}", "1"])
+
+
+def _draw_balance(figure: FigureBase, ax: Axes, view: View, balance: Plane) -> None:
+    finite = np.abs(balance[np.isfinite(balance)])
+    limit = max(float(np.percentile(finite, 98)) if finite.size else 1.0, 1e-3)
+    colours = style.signed_colours()
+    shown = view.show(ax, np.ma.masked_invalid(balance), cmap=colours, vmin=-limit, vmax=limit)
+    frame(ax, "confidence balance (NLL − entropy)")
+    bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
+    _mark(bar, [-limit, 0, limit], [f"−{limit:.2g} under", "0", f"{limit:.2g} over"])
+
+
+def _mark(bar: Colorbar, ticks: Sequence[float], labels: Sequence[str]) -> None:
+    """Ticks at both ends and in the middle; the outer labels stay within the scale, so that all panels are equal."""
+    bar.set_ticks(ticks, labels=labels)
+    first, _, last = bar.ax.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
+
+
+def _draw_bands(figure: FigureBase, ax: Axes, view: View, bands: Plane) -> None:
+    from matplotlib.colors import ListedColormap
+
+    count = len(_BAND_COLOURS)
+    limits = {"vmin": -0.5, "vmax": count - 0.5, "interpolation": "nearest"}
+    shown = view.show(ax, np.ma.masked_less(bands, 0), cmap=ListedColormap(list(_BAND_COLOURS)), **limits)
+    frame(ax, "distance band (voxels)" if view.case.spacing is None else "distance band")
+    labels = [f"{low:g}–{high:g}" if high < math.inf else f"≥{low:g}" for low, high in pairwise(BAND_EDGES)]
+    style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0]).set_ticks(range(count), labels=labels)
+
+
+def _draw_legend(
+    ax: Axes, counts: Sequence[int], names: Sequence[str], colours: Sequence[str], *, ignored: bool
+) -> None:
+    """The classes that occur, in order; of very many, the most frequent."""
+    from matplotlib.patches import Patch
+
+    present = [k for k, count in enumerate(counts) if count]
+    chosen = sorted(sorted(present, key=lambda k: -counts[k])[:_MOST_NAMES])
+    handles = [Patch(facecolor=colours[k], label=style.shortened(names[k])) for k in chosen]
+    if len(chosen) < len(present):
+        handles.append(Patch(facecolor="white", label=f"and {len(present) - len(chosen)} more"))
+    if ignored:
+        handles.append(
+            Patch(facecolor=style.IGNORED, hatch="//////", edgecolor=style.FAINT, linewidth=0, label="ignored")
+        )
+    ax.axis("off")
+    ax.legend(
+        handles=handles, loc="upper left", fontsize=style.SMALL, frameon=False, labelcolor=style.INK, borderaxespad=0,
+        ncols=1 if len(handles) <= 12 else 2,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""How all plots look: colours, type sizes, axes without clutter; and how they are saved.
+
+Nothing here touches pyplot or rcParams: figures are plain objects, and everything is set on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from segcal.errors import InputError, MissingExtraError
+from segcal.files import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colorbar import Colorbar
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure, FigureBase
+
+# Okabe and Ito's vermillion and blue: told apart by every kind of colour vision.
+OVER, UNDER = "#D55E00", "#0072B2"
+PLAIN, WRONG = "#5E4FA2", "#AA3377"
+INK, MUTED, FAINT, IGNORED = "#262626", "#6B6B6B", "#C9C9C9", "#E9E9E9"
+LARGE, NORMAL, SMALL = 10.0, 8.5, 7.0
+
+#: More classes than this do not fit one figure; plots then show the ones that matter most and say so.
+MOST_CLASSES = 20
+
+FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
+def canvas(figure: FigureBase | None, width: float, height: float) -> FigureBase:
+    """The figure to draw on: the given one, or a new one of this size in inches, which needs matplotlib."""
+    if figure is not None:
+        return figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plots", "drawing plots") from None
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def root(figure: FigureBase) -> Figure:
+    """The whole figure that a figure or subfigure belongs to."""
+    whole = figure.figure
+    assert whole is not None
+    return whole  # type: ignore[return-value]  # matplotlib types it as a figure or subfigure; it is the root
+
+
+def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
+    """Write a figure as PNG, SVG or PDF, by the extension; it appears once complete, or not at all.
+
+    Example:
+        >>> import tempfile
+        >>> from matplotlib.figure import Figure
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(Figure(), f"{folder}/plots/empty.svg").name
+        'empty.svg'
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise InputError(f"path is {str(path)!r}", expected=f"a name that ends in {', '.join(FORMATS)}")
+    with atomic_path(path) as temporary:
+        # Dates and versions would make equal plots differ.
+        root(figure).savefig(temporary, format=suffix[1:], dpi=dpi, metadata=FORMATS[suffix])
+    return path
+
+
+def tidy(ax: Axes, *, title: str | None = None, xlabel: str | None = None, ylabel: str | None = None) -> None:
+    """Thin axes on the left and below, small type, title at the left."""
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set(color=MUTED, linewidth=0.8)
+    ax.set_facecolor("white")
+    ax.tick_params(which="both", labelsize=SMALL, labelcolor=INK, color=MUTED, width=0.8, length=3)
+    if title is not None:
+        ax.set_title(title, loc="left", fontsize=NORMAL, color=INK)
+    if xlabel is not None:
+        ax.set_xlabel(xlabel, fontsize=NORMAL, color=INK)
+    if ylabel is not None:
+        ax.set_ylabel(ylabel, fontsize=NORMAL, color=INK)
+
+
+def heading(figure: FigureBase, title: str | None) -> None:
+    """The title of a whole figure, if there is one."""
+    if title:
+        figure.suptitle(title, fontsize=LARGE, color=INK, x=0.005, ha="left")
+
+
+def message(ax: Axes, text: str) -> None:
+    """A word in the middle of axes that have nothing to show."""
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=NORMAL, color=MUTED)
+
+
+def scale(figure: FigureBase, ax: Axes, shown: ScalarMappable, *, below: float | None = None) -> Colorbar:
+    """A slim colour scale at the right of axes or, with ``below`` their width over their height, below them."""
+    place = ax.inset_axes((1.03, 0, 0.04, 1) if below is None else (0, -0.075 * below, 1, 0.035 * below))
+    bar = figure.colorbar(shown, cax=place, orientation="vertical" if below is None else "horizontal")
+    bar.outline.set_visible(False)
+    place.tick_params(which="both", labelsize=SMALL, labelcolor=INK, color=MUTED, width=0.8, length=2)
+    return bar
+
+
+def signed_colours() -> LinearSegmentedColormap:
+    """Blue where underconfident, white at 0, vermillion where overconfident."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("segcal-signed", [UNDER, "#FFFFFF", OVER])
+
+
+def names_of(class_names: Sequence[str] | None, num_classes: int) -> list[str]:
+    """The given names, checked, or ``class 0``, ``class 1``, ..."""
+    if class_names is None:
+        return [f"class {k}" for k in range(num_classes)]
+    if len(class_names) != num_classes:
+        raise InputError(f"class_names has {len(class_names)} names", expected=f"{num_classes}, one for each class")
+    return list(class_names)
+
+
+def shortened(name: str, length: int = 20) -> str:
+    """A name that fits a small panel."""
+    return name if len(name) <= length else name[: length - 1] + "…"
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage in words that never claims nothing or all when it is not.
+
+    Example:
+        >>> share(1, 8), share(1, 10**6), share(999_999, 10**6), share(0, 0)
+        ('12.5%', '<0.1%', '>99.9%', 'none')
+    """
+    if not whole:
+        return "none"
+    percent = 100 * part / whole
+    if 0 < percent < 0.1:
+        return "<0.1%"
+    return ">99.9%" if 99.9 < percent < 100 else f"{percent:.1f}%".replace(".0%", "%")
+
+
+def short_count(count: int) -> str:
+    """A count in a few characters.
+
+    Example:
+        >>> [short_count(n) for n in (812, 45_600, 10_368_000)]
+        ['812', '45.6k', '10.4M']
+    """
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)
+
+
+def number(value: float, form: str = ".3f") -> str:
+    """A value, or "undefined" for NaN."""
+    return "undefined" if math.isnan(value) else f"{value:{form}}"

@@ -1,0 +1,165 @@
+"""Results of an evaluation: tidy rows, their summary, and their files. Needs no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from segcal.errors import DataError, InputError
+from segcal.files import atomic_path
+from segcal.inference import bootstrap_interval
+
+POOLED = "(pooled)"
+_FORMAT, _VERSION = "segcal.Results", 1
+
+
+class Row(NamedTuple):
+    """One number: a metric in a region of a case, or of all cases pooled, and how many things it averages."""
+
+    case: str
+    region: str
+    metric: str
+    value: float
+    count: int  # type: ignore[assignment]  # the column is named so; nobody counts in a row with tuple.count
+
+
+class SummaryRow(NamedTuple):
+    """A metric in a region over all cases.
+
+    ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
+    its 95% bootstrap interval over cases, ``pooled`` the value of all voxels together (NaN where that has no meaning).
+    """
+
+    region: str
+    metric: str
+    pooled: float
+    mean: float
+    low: float
+    high: float
+    cases: int
+    undefined: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """What :func:`segcal.evaluate` found.
+
+    Attributes:
+        rows: Tidy rows; ``pandas.DataFrame(results.rows)`` is a data frame.
+        about: What was evaluated and how: data, calibrator, classes, bins, seed, versions.
+        reliability: Region to reliability data, for the top label and for every predicted class.
+        diagnosis: Findings in words and numbers.
+
+    Example:
+        >>> rows = [Row("a", "everything", "ece", 0.1, 9), Row("b", "everything", "ece", 0.3, 9)]
+        >>> results = Results((*rows, Row(POOLED, "everything", "ece", 0.18, 18)))
+        >>> results.value("ece"), results.value("ece", case="a")
+        (0.18, 0.1)
+        >>> results.summary()[0].mean
+        0.2
+    """
+
+    rows: tuple[Row, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    reliability: Mapping[str, Any] = field(default_factory=dict)
+    diagnosis: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, metric: str, region: str = "everything", case: str = POOLED) -> float:
+        """One value; pooled over all cases unless one is named."""
+        for row in self.rows:
+            if (row.case, row.region, row.metric) == (case, region, metric):
+                return row.value
+        raise InputError(
+            f"no value of {metric!r} in {region!r} for {case!r}",
+            expected="one of " + ", ".join(sorted({f"{row.metric} in {row.region}" for row in self.rows})),
+        )
+
+    def values(self, metric: str, region: str = "everything") -> dict[str, float]:
+        """The values of every case, by its name."""
+        return {r.case: r.value for r in self.rows if r.case != POOLED and (r.region, r.metric) == (region, metric)}
+
+    def summary(self, *, seed: int = 0) -> list[SummaryRow]:
+        """Every metric in every region over all cases, in the order of the rows."""
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.region, row.metric), []).append(row)
+        return [_summarise(region, metric, rows, seed) for (region, metric), rows in groups.items()]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Everything as JSON (NaN and infinities as null and texts); also written to ``path`` where one is given."""
+        rows = [[row.case, row.region, row.metric, _encode(row.value), row.count] for row in self.rows]
+        text = json.dumps(
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "about": _plain(self.about),
+                "columns": list(Row._fields),
+                "rows": rows,
+                "reliability": _plain(self.reliability),
+                "diagnosis": _plain(self.diagnosis),
+            },
+            indent=1,
+            allow_nan=False,
+        )
+        if path is not None:
+            with atomic_path(Path(path)) as temporary:
+                temporary.write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Results:
+        """Read what :meth:`to_json` wrote."""
+        try:
+            content = json.loads(Path(path).read_text())
+            if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+                raise ValueError(f"format {content['format']}, version {content['version']}")
+            rows = tuple(Row(c, r, m, _decode(v), n) for c, r, m, v, n in content["rows"])
+            return cls(rows, content["about"], content["reliability"], content["diagnosis"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
+
+    def to_csv(self, path: str | Path) -> None:
+        """The tidy rows as CSV."""
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(Row._fields)
+        writer.writerows(self.rows)
+        with atomic_path(Path(path)) as temporary:
+            temporary.write_text(text.getvalue())
+
+
+def _summarise(region: str, metric: str, rows: Iterable[Row], seed: int) -> SummaryRow:
+    pooled = math.nan
+    values = []
+    for row in rows:
+        if row.case == POOLED:
+            pooled = row.value
+        else:
+            values.append(row.value)
+    defined = [value for value in values if not math.isnan(value)]
+    mean = math.fsum(defined) / len(defined) if defined else math.nan
+    low, high = bootstrap_interval(defined, seed=seed)
+    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), len(values) - len(defined))
+
+
+def _encode(value: float) -> float | str | None:
+    """JSON has no NaN and no infinities: null and texts stand for them."""
+    return None if math.isnan(value) else str(value) if math.isinf(value) else value
+
+
+def _decode(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _encode(value) if isinstance(value, float) else value

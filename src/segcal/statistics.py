@@ -1,0 +1,385 @@
+"""What one pass over voxels leaves behind: additive statistics from which every metric is a small reduction.
+
+Voxels fall into *atoms*: all voxels that lie in exactly the same regions. Every voxel is in one atom, so it is counted
+once however many regions there are, and a region (or an intersection of regions) is a sum of atoms.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
+
+EVERYTHING = "everything"
+_FORMAT, _VERSION = "segcal.VoxelStatistics", 1
+_MAX_REGIONS = 16  # so that a table of all combinations is small
+_MAX_ATOMS = 256  # a slot is a uint8
+
+
+class Layout(NamedTuple):
+    """The order of atoms and the origin of energies: statistics with the same layout add up tensor by tensor."""
+
+    atoms: tuple[int, ...]
+    energy_shift: float
+
+
+class VoxelStatistics:
+    """Additive, mergeable statistics of scores against labels: whole = sum of parts, over chunks, cases, machines.
+
+    Sums are float64 and counts int64. Kept are, per region: the confusion matrix; sums of NLL, Brier score and entropy
+    by predicted class; histograms of the confidence for right and wrong predictions (4096 equal-width bins and every
+    requested number of bins, exact), also per predicted class; histograms of every class probability with how often
+    the class was the label; flips against the uncalibrated argmax; moments of the free energy; boundary distances.
+    Bins are ``(lo, hi]``, 0 in the first and 1 in the last.
+
+    Args:
+        num_classes: C, at least 2.
+        bins: Numbers of equal-width bins that metrics may ask for; divisors of 4096 (of these: top-label metrics
+            alone) and of the given ones come for free.
+        regions: Names of the regions :meth:`update` is told of; ``everything`` is always there.
+        classwise: False leaves the per-class histograms out, which is faster; ``sce``, ``cece``, ``ace-adaptive`` and
+            ``tace`` then have nothing to work on.
+        threshold: The lowest class-probability bin is ``(0, threshold]``; ``tace`` leaves it out.
+        backend: ``auto``, ``reference`` or ``numba``; see :func:`segcal.kernels.tally`.
+        threads: Threads of the numba kernel; None means as many as torch uses.
+
+    Example:
+        >>> stats = VoxelStatistics(num_classes=2)
+        >>> stats.update(torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]]), torch.tensor([0, 0, 255]))
+        VoxelStatistics(num_classes=2, voxels=2)
+        >>> stats.total().confusion
+        array([[1, 1],
+               [0, 0]])
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        bins: Sequence[int] = (15, 50),
+        *,
+        regions: Sequence[str] = (),
+        classwise: bool = True,
+        threshold: float = 1e-3,
+        backend: Backend = "auto",
+        threads: int | None = None,
+    ) -> None:
+        if num_classes < 2:
+            raise InputError(
+                f"num_classes is {num_classes}",
+                expected="at least 2",
+                fix="turn a sigmoid output into two classes (segcal.scores.multilabel_view)",
+            )
+        if not 0 < threshold < 1:
+            raise InputError(f"threshold is {threshold}", expected="a probability between 0 and 1")
+        names = tuple(name for name in regions if name != EVERYTHING)
+        if len(set(names)) < len(names) or len(names) > _MAX_REGIONS:
+            raise InputError(f"regions are {names}", expected=f"at most {_MAX_REGIONS} different names")
+        self.num_classes = num_classes
+        self.bins = tuple(bins)
+        self.regions = names
+        self.threshold = float(threshold)
+        self.backend = backend
+        self.threads = threads
+        self.class_grid = BinGrid.classwise(self.bins, self.threshold) if classwise else None
+        self.top_grid = BinGrid.top_label(self.bins, self.class_grid)
+        self._layout = Layout((), 0.0)
+        self._tally = self._zeros(0)
+
+    def update(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *,
+        ignore_index: int | None = 255,
+        mask: Tensor | None = None,
+        regions: Mapping[str, Tensor] | Tensor | None = None,
+        distance: Tensor | None = None,
+        score_map: AffineMap | None = None,
+        uncalibrated: Tensor | None = None,
+    ) -> VoxelStatistics:
+        """Add voxels. Nothing changes if this raises.
+
+        Args:
+            logits: Logits or log-probabilities ``(N, C, *spatial)`` or ``(N, C)``, any floating dtype, device and
+                strides. ``-inf`` means that a class is impossible.
+            labels: Integers ``(N, *spatial)``.
+            ignore_index: Voxels with this label do not count.
+            mask: ``(N, *spatial)`` bool, True where a voxel counts.
+            regions: ``{name: (N, *spatial) bool}`` for exactly the regions given at construction; voxels may be in
+                several. Or an integer tensor ``(N, *spatial)`` of indices into them, negative for none.
+            distance: Distance to the nearest label boundary ``(N, *spatial)``, which ``ba-ece`` needs.
+            score_map: A calibrator's affine map, applied on the way without materialising its output.
+            uncalibrated: The argmax before calibration ``(N, *spatial)``, to count flips when ``logits`` are calibrated
+                already; with ``score_map`` it is known anyhow.
+
+        Example:
+            >>> stats = VoxelStatistics(2, regions=("left",))
+            >>> logits, labels = torch.zeros(1, 2, 4), torch.zeros(1, 4, dtype=torch.int64)
+            >>> stats.update(logits, labels, regions={"left": torch.tensor([[True, True, False, False]])}).count("left")
+            2
+        """
+        self._check(logits, labels, mask, distance, uncalibrated)
+        voxels = Voxels(
+            logits=logits, labels=labels, top_grid=self.top_grid, class_grid=self.class_grid,
+            ignore_index=ignore_index, mask=mask, uncalibrated=uncalibrated, score_map=score_map,
+        )  # fmt: skip
+        masks = self._region_masks(labels, regions)
+        atoms, slots = _atoms(voxels, masks) if masks else ((0,), None)
+        voxels = dataclasses.replace(voxels, slots=slots, num_slots=len(atoms))
+        result, shift = tally(voxels, self.backend, self.threads)
+        if distance is not None:
+            _add_distances(result, distance, voxels)
+        self._add(result, Layout(atoms, shift))
+        return self
+
+    def merge(self, other: VoxelStatistics) -> VoxelStatistics:
+        """Add what ``other`` has seen. Both must have been made with the same arguments.
+
+        Example:
+            >>> a, b = (VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, y])) for y in (0, 255))
+            >>> a.merge(b).count()
+            5
+        """
+        if self._arguments() != other._arguments():
+            mine, theirs = self._arguments(), other._arguments()
+            wrong = [name for name in mine if mine[name] != theirs[name]]
+            raise InputError(
+                "statistics differ in " + ", ".join(f"{name} ({mine[name]} and {theirs[name]})" for name in wrong),
+                expected="statistics made with the same arguments",
+            )
+        self._add(other._tally, other._layout)
+        return self
+
+    def __add__(self, other: VoxelStatistics) -> VoxelStatistics:
+        return self.empty_like().merge(self).merge(other)
+
+    def empty_like(self) -> VoxelStatistics:
+        """Statistics of nothing, with the same arguments."""
+        return VoxelStatistics(**self._arguments(), backend=self.backend, threads=self.threads)
+
+    def total(self, region: str | Sequence[str] = EVERYTHING) -> Tally:
+        """The arrays of one region, or of the intersection of several, without the leading axis of atoms.
+
+        Energies are about :attr:`energy_shift`.
+        """
+        names = (region,) if isinstance(region, str) else tuple(region)
+        code = 0
+        for name in names:
+            if name != EVERYTHING and name not in self.regions:
+                raise InputError(
+                    f"region is {name!r}",
+                    expected=f"one of {', '.join((EVERYTHING, *self.regions))}",
+                    fix=f"collect the statistics with regions=(..., {name!r})",
+                )
+            code |= 0 if name == EVERYTHING else 1 << self.regions.index(name)
+        chosen = np.array([atom & code == code for atom in self._layout.atoms], dtype=bool)
+        return Tally(*(array[chosen].sum(0) for array in self._tally))
+
+    def count(self, region: str | Sequence[str] = EVERYTHING) -> int:
+        """Voxels in the region."""
+        return int(self.total(region).confusion.sum())
+
+    @property
+    def energy_shift(self) -> float:
+        """What the energies of :meth:`total` are relative to."""
+        return self._layout.energy_shift
+
+    @property
+    def layout(self) -> Layout:
+        """Order of atoms and origin of energies; see :meth:`align`."""
+        return self._layout
+
+    def align(self, *layouts: Layout) -> VoxelStatistics:
+        """Bring these statistics to the union of the given layouts, in that order, with the first one's origin.
+
+        After every process has aligned to everyone's layouts, an all-reduce (sum) of :meth:`tensors` merges them.
+        """
+        atoms = tuple(dict.fromkeys(atom for layout in layouts for atom in layout.atoms))
+        if missing := set(self._layout.atoms) - set(atoms):
+            raise InputError(f"atoms {sorted(missing)} are missing from the layouts", expected="all of mine")
+        mine, layout = self._tally, self._layout
+        self._layout, self._tally = Layout(atoms, layouts[0].energy_shift), self._zeros(len(atoms))
+        self._add(mine, layout)
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as float64 and int64 tensors that share its memory."""
+        return {name: torch.from_numpy(array) for name, array in self._tally._asdict().items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values, exact to the bit.
+
+        Example:
+            >>> stats = VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+            >>> VoxelStatistics.from_dict(stats.to_dict()).to_dict() == stats.to_dict()
+            True
+        """
+        arrays = {name: _packed(array) for name, array in self._tally._asdict().items()}
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "arguments": {name: list(v) if isinstance(v, tuple) else v for name, v in self._arguments().items()},
+            "atoms": list(self._layout.atoms),
+            "energy_shift": self._layout.energy_shift,
+            "arrays": arrays,
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> VoxelStatistics:
+        """The inverse of :meth:`to_dict`."""
+        if state.get("format") != _FORMAT or state.get("version") != _VERSION:
+            raise InputError(
+                f"format is {state.get('format')!r}, version {state.get('version')!r}",
+                expected=f"{_FORMAT!r}, version {_VERSION}",
+            )
+        stats = cls(**state["arguments"])
+        stats._layout = Layout(tuple(state["atoms"]), float(state["energy_shift"]))
+        stats._tally = Tally(**{name: _unpacked(packed) for name, packed in state["arrays"].items()})
+        if [a.shape for a in stats._tally] != [a.shape for a in stats._zeros(len(stats._layout.atoms))]:
+            raise InputError("arrays do not have the shapes that the arguments ask for", expected="a whole to_dict()")
+        return stats
+
+    def __repr__(self) -> str:
+        regions = f", regions={self.regions}" if self.regions else ""
+        return f"VoxelStatistics(num_classes={self.num_classes}, voxels={self.count()}{regions})"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "num_classes": self.num_classes,
+            "bins": self.bins,
+            "regions": self.regions,
+            "classwise": self.class_grid is not None,
+            "threshold": self.threshold,
+        }
+
+    def _zeros(self, atoms: int) -> Tally:
+        class_bins = 0 if self.class_grid is None else len(self.class_grid)
+        return Tally.zeros(atoms, self.num_classes, len(self.top_grid), class_bins)
+
+    def _add(self, other: Tally, layout: Layout) -> None:
+        """Add a tally whose slots are the atoms of ``layout``."""
+        if not self._layout.atoms:
+            self._layout = Layout((), layout.energy_shift)
+        new = tuple(atom for atom in layout.atoms if atom not in self._layout.atoms)
+        if new:
+            self._layout = self._layout._replace(atoms=self._layout.atoms + new)
+            grown = zip(self._tally, self._zeros(len(new)), strict=True)
+            self._tally = Tally(*(np.concatenate(pair) for pair in grown))
+        where = np.array([self._layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
+        moved = layout.energy_shift - self._layout.energy_shift
+        count = other.confusion.sum((1, 2))
+        first, second = other.energy.T
+        shifted = np.stack((first + count * moved, second + 2 * moved * first + count * moved**2), 1)
+        for mine, theirs in zip(self._tally, other._replace(energy=shifted), strict=True):
+            mine[where] = mine[where] + theirs
+
+    def _region_masks(self, labels: Tensor, regions: Mapping[str, Tensor] | Tensor | None) -> list[Tensor]:
+        """One bool mask a region, in the order of their names."""
+        if isinstance(regions, Tensor):
+            _check_like("regions", regions, labels, "integers")
+            if bool((regions >= len(self.regions)).any()):
+                raise InputError(f"region index {int(regions.max())}", expected=f"less than {len(self.regions)}")
+            return [regions == index for index in range(len(self.regions))]
+        given = {} if regions is None else {name: mask for name, mask in regions.items() if name != EVERYTHING}
+        if set(given) != set(self.regions):
+            raise InputError(
+                f"regions are {sorted(given)}", expected=f"{sorted(self.regions)}, as named at construction"
+            )
+        for name, mask in given.items():
+            _check_like(f"region {name!r}", mask, labels, "bool")
+        return [given[name] for name in self.regions]
+
+    def _check(
+        self, logits: Tensor, labels: Tensor, mask: Tensor | None, distance: Tensor | None, uncalibrated: Tensor | None
+    ) -> None:
+        if logits.ndim < 2 or not logits.is_floating_point():
+            raise InputError(
+                f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
+                expected="(N, C, *spatial), floating point",
+            )
+        if logits.shape[1] != self.num_classes:
+            raise InputError(f"logits have {logits.shape[1]} classes", expected=f"{self.num_classes}")
+        like = logits[:, 0]
+        _check_like("labels", labels, like, "integers")
+        for name, tensor, dtype in (
+            ("mask", mask, "bool"),
+            ("distance", distance, "floating point"),
+            ("uncalibrated", uncalibrated, "integers"),
+        ):
+            if tensor is not None:
+                _check_like(name, tensor, like, dtype)
+
+
+def _check_like(name: str, tensor: Tensor, like: Tensor, dtype: str) -> None:
+    kinds = {
+        "bool": tensor.dtype == torch.bool,
+        "floating point": tensor.is_floating_point(),
+        "integers": not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool,
+    }
+    if tensor.shape != like.shape or not kinds[dtype]:
+        raise InputError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}",
+            expected=f"shape {tuple(like.shape)}, {dtype}",
+            fix="scores are (N, C, *spatial), all else (N, *spatial)",
+        )
+
+
+def _atoms(voxels: Voxels, masks: Sequence[Tensor]) -> tuple[tuple[int, ...], Tensor]:
+    """The atoms among these voxels (bit r set: in region r) and each voxel's index among them, uint8."""
+    slots = torch.empty(voxels.labels.shape, dtype=torch.uint8, device=voxels.labels.device)
+    table = torch.full((2 ** len(masks),), -1, dtype=torch.int16, device=slots.device)
+    atoms: list[int] = []
+    for piece in voxels.pieces():
+        codes = torch.zeros_like(voxels.flat(slots, piece), dtype=torch.int64)
+        for bit, mask in enumerate(masks):
+            codes |= voxels.flat(mask, piece).to(codes) << bit
+        present = torch.bincount(codes, minlength=len(table)) > 0
+        new = (present & (table < 0)).nonzero().squeeze(1).tolist()
+        for atom in new:
+            table[atom] = len(atoms)
+            atoms.append(atom)
+        if len(atoms) > _MAX_ATOMS:
+            raise InputError(
+                f"the regions overlap in more than {_MAX_ATOMS} different ways",
+                fix="collect some of the regions in statistics of their own",
+            )
+        slots.view(-1)[piece.offset : piece.offset + len(codes)] = table[codes].to(torch.uint8)
+    return tuple(atoms), slots
+
+
+def _add_distances(result: Tally, distance: Tensor, voxels: Voxels) -> None:
+    """Sum and number of finite distances, and number of all, per slot; on the CPU, where sums have a fixed order."""
+    size = len(result.distance)
+    for piece in voxels.pieces():
+        values, labels = voxels.flat(distance, piece).cpu().double(), voxels.flat(voxels.labels, piece).cpu()
+        keep = torch.ones_like(labels, dtype=torch.bool)
+        if voxels.ignore_index is not None:
+            keep &= labels != voxels.ignore_index
+        if voxels.mask is not None:
+            keep &= voxels.flat(voxels.mask, piece).cpu()
+        slots = torch.zeros_like(labels) if voxels.slots is None else voxels.flat(voxels.slots, piece).cpu().long()
+        finite = keep & torch.isfinite(values)
+        result.distance[:, 0] += torch.bincount(slots[finite], weights=values[finite], minlength=size).numpy()
+        result.distance[:, 1] += torch.bincount(slots[finite], minlength=size).numpy()
+        result.distance[:, 2] += torch.bincount(slots[keep], minlength=size).numpy()
+
+
+def _packed(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    data = base64.b64encode(zlib.compress(little.tobytes(), 1)).decode("ascii")
+    return {"dtype": little.dtype.str, "shape": list(array.shape), "zlib": data}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    data = zlib.decompress(base64.b64decode(packed["zlib"]))
+    array: np.ndarray[Any, Any] = np.frombuffer(data, np.dtype(packed["dtype"])).reshape(packed["shape"])
+    return array.astype(array.dtype.newbyteorder("="))

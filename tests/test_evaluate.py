@@ -1,0 +1,283 @@
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import segcal
+from datasets import labels, logits, nnunet, plain
+from segcal.errors import InputError
+from segcal.evaluate import evaluate
+from segcal.kernels import AffineMap
+from segcal.metrics import METRICS, PRESETS, Column
+from segcal.plan import parse_metric
+from segcal.regions import CaseRegions
+from segcal.results import POOLED, Results
+from segcal.synthetic import GaugeOffsets, Temperature, scenes
+
+CASES = scenes(4, size=(40, 48), plant=[Temperature(2.0)], ignored=0.05)
+
+
+class Halved(torch.nn.Module):
+    """Temperature 2, as a calibrator that works voxel by voxel."""
+
+    spatial = False
+
+    def forward(self, z):
+        return (z / 2).log_softmax(1)
+
+
+def pool(cases, z=lambda z: z, region=None):
+    """All valid voxels of all cases (in a region) as float64 scores and labels."""
+    scores, truth = [], []
+    for case in cases:
+        keep = case.valid
+        if region:
+            keep = CaseRegions(case.labels, spacing=case.spacing, mask=case.mask).mask(region)
+        scores.append(z(case.logits).double().movedim(1, -1)[keep])
+        truth.append(case.labels[keep])
+    return torch.cat(scores), torch.cat(truth)
+
+
+@pytest.mark.parametrize("region", ["everything", "foreground", "boundary", "interior", "band-3-7"])
+def test_values_equal_float64_formulas_in_every_region(region):
+    results = evaluate(CASES, metrics=("nll", "entropy", "accuracy", "confidence-balance"), regions=(region,))
+    for name, cases in [(POOLED, CASES), *((case.id, [case]) for case in CASES)]:
+        z, y = pool(cases, region=region)
+        log_p = z.log_softmax(1)
+        nll = float(-log_p.gather(1, y[:, None]).mean())
+        entropy = float(-(log_p.exp() * log_p).sum(1).mean())
+        assert results.value("nll", region, name) == pytest.approx(nll, rel=1e-5)
+        assert results.value("entropy", region, name) == pytest.approx(entropy, rel=1e-5)
+        assert results.value("accuracy", region, name) == pytest.approx(float((z.argmax(1) == y).double().mean()))
+        assert results.value("confidence-balance", region, name) == pytest.approx(nll - entropy, abs=1e-5)
+
+
+def test_summary_is_the_mean_over_images_with_an_interval_around_it():
+    results = evaluate(CASES, metrics=("ece",))
+    row = results.summary()[0]
+    values = list(results.values("ece").values())
+    assert row.mean == pytest.approx(np.mean(values))
+    assert row.low <= row.mean <= row.high
+    assert (row.cases, row.undefined) == (4, 0)
+    assert results.summary() == results.summary()
+
+
+def same_values(a, b, tolerance=1e-9):
+    assert [row[:3] for row in a.rows] == [row[:3] for row in b.rows]
+    for left, right in zip(a.rows, b.rows, strict=True):
+        assert left.count == right.count
+        assert left.value == pytest.approx(right.value, rel=tolerance, abs=tolerance, nan_ok=True)
+
+
+REGIONS = ("everything", "boundary", "local")
+
+
+def test_workers_give_the_same_values():
+    metrics = ("nll", "ece", "ba-ece", "hd95")
+    same_values(
+        evaluate(CASES, metrics=metrics, regions=REGIONS), evaluate(CASES, metrics=metrics, regions=REGIONS, workers=2)
+    )
+
+
+def test_chunks_give_the_same_values(monkeypatch):
+    whole = evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS)
+    module = sys.modules["segcal.evaluate"]
+    original = module.row_slices
+    monkeypatch.setattr(module, "row_slices", lambda shape: original(shape, 6 * 48 * 7))
+    same_values(whole, evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS))
+
+
+def test_every_kind_of_calibrator_gives_the_same_values():
+    class Fused(Halved):
+        score_map = AffineMap.temperature(2.0)
+
+    class Spatial(Halved):
+        spatial = True
+
+    metrics = ("nll", "ece", "flip", "hd95")
+    voxelwise = evaluate(CASES, Halved(), metrics=metrics, regions=REGIONS)
+    for other in (Fused(), Spatial(), lambda z: (z / 2).log_softmax(1)):
+        other_results = evaluate(CASES, other, metrics=metrics, regions=REGIONS)
+        kept = [row for row in other_results.rows if row.metric != "free-energy-std"]
+        expected = [row for row in voxelwise.rows if row.metric != "free-energy-std"]
+        same_values(Results(tuple(kept)), Results(tuple(expected)), tolerance=1e-5)
+    assert voxelwise.value("flip") == 0
+
+
+def test_undoing_the_planted_temperature_calibrates():
+    before = evaluate(CASES, metrics=("nll",))
+    after = evaluate(CASES, Halved(), metrics=("nll",))
+    assert after.value("nll") < before.value("nll")
+    assert before.diagnosis["set"]["verdict"] == "overconfident"
+    assert abs(after.diagnosis["set"]["balance"]) < 0.3 * before.diagnosis["set"]["balance"]
+
+
+def test_flips_are_counted_against_the_uncalibrated_argmax():
+    def swap(z):
+        return z.flip(1).log_softmax(1)
+
+    z, y = pool(CASES)
+    before, after = z.argmax(1), z.flip(1).argmax(1)
+    results = evaluate(CASES, swap, metrics=("flip", "flip[kind=harmful]", "flip[kind=beneficial]"))
+    assert results.value("flip") == pytest.approx(float((before != after).double().mean()))
+    harmful = (before != after) & (before == y)
+    assert results.value("flip[kind=harmful]") == pytest.approx(float(harmful.double().mean()))
+    beneficial = (before != after) & (after == y)
+    assert results.value("flip[kind=beneficial]") == pytest.approx(float(beneficial.double().mean()))
+
+
+def test_local_is_the_mean_and_maximum_over_patches():
+    results = evaluate(scenes(2, size=(90, 100), plant=[Temperature(2.0)]), metrics=("nll",), regions=("local",))
+    for case in scenes(2, size=(90, 100), plant=[Temperature(2.0)]):
+        mean, largest = (results.value("nll", f"local-{how}", case.id) for how in ("mean", "max"))
+        assert mean < largest
+    assert not any(row.case == POOLED and row.region.startswith("local") for row in results.rows)
+    small = evaluate(CASES[:1], metrics=("nll",), regions=("everything", "local"))
+    for how in ("mean", "max"):
+        assert small.value("nll", f"local-{how}", CASES.ids[0]) == pytest.approx(small.value("nll"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_runs_in_two_and_three_dimensions(name):
+    for size in ((40, 48), (6, 20, 24)):
+        results = evaluate(scenes(2, size=size, plant=[Temperature(2.0)]), metrics=PRESETS[name].columns)
+        assert {row.metric.split("[")[0] for row in results.rows} >= {column.metric for column in PRESETS[name].columns}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_is_finite_on_scenes(metric):
+    results = evaluate(CASES, Halved(), metrics=(metric,))
+    values = [row.value for row in results.rows if row.metric == metric]
+    assert values
+    assert all(math.isfinite(value) for value in values)
+
+
+def rare(case):
+    return case.labels == 4
+
+
+def test_any_mask_is_a_region():
+    results = evaluate(CASES, metrics=("nll",), masks={"rare": rare})
+    z, y = pool(CASES)
+    assert results.value("nll", "rare") == pytest.approx(float(torch.nn.functional.cross_entropy(z[y == 4], y[y == 4])))
+    with pytest.raises(InputError, match="region has shape"):
+        evaluate(CASES, metrics=("nll",), masks={"wrong": lambda case: torch.ones(1, 3, 3, dtype=torch.bool)})
+    with pytest.raises(InputError, match="masks are named boundary"):
+        evaluate(CASES, masks={"boundary": rare})
+
+
+def test_options_are_part_of_the_name():
+    results = evaluate(CASES, metrics=("ece", "ece[num_bins=50]", Column("ece", "boundary", options={"num_bins": 7})))
+    assert results.value("ece[num_bins=50]") >= results.value("ece") - 1e-12
+    assert results.value("ece[num_bins=7]", "boundary") > 0
+    assert parse_metric(" tace[ num_bins = 5 , binning=width,x=1.5,y=true] ") == (
+        "tace",
+        {"num_bins": 5, "binning": "width", "x": 1.5, "y": True},
+    )
+
+
+def test_reliability_data_adds_up():
+    results = evaluate(CASES, metrics=("ece",), regions=("everything", "boundary"))
+    for region in ("everything", "boundary"):
+        data = results.reliability[region]
+        voxels = len(pool(CASES, region=region)[1])
+        assert sum(data["top"]["count"]) == voxels
+        assert sum(sum(k["count"]) for k in data["classes"]) == voxels
+        assert sum(sum(c["count"]) for c in data["cases"].values()) == voxels
+        gaps = np.abs(np.array(data["top"]["confidence"]) - data["top"]["correct"]).sum() / voxels
+        assert results.value("ece", region) == pytest.approx(gaps)
+
+
+def test_json_and_csv_round_trip(tmp_path):
+    results = evaluate(CASES, metrics=("ece", "hd95", "flip"))
+    results.to_json(tmp_path / "r.json")
+    again = Results.from_json(tmp_path / "r.json")
+    same_values(results, again, tolerance=0)
+    assert again.to_json() == results.to_json()
+    results.to_csv(tmp_path / "r.csv")
+    lines = (tmp_path / "r.csv").read_text().splitlines()
+    assert lines[0] == "case,region,metric,value,count"
+    assert len(lines) == len(results.rows) + 1
+    (tmp_path / "r.json").write_text("{}")
+    with pytest.raises(segcal.SegcalError, match="results.json"):
+        Results.from_json(tmp_path / "r.json")
+
+
+def test_gauge_diagnosis():
+    safe = evaluate(scenes(2, size=(40, 48)), metrics=("nll",))
+    shifted = evaluate(scenes(2, size=(40, 48), plant=[GaugeOffsets(20.0)]), metrics=("nll",))
+    assert safe.diagnosis["gauge"]["risk"] == "none"
+    assert shifted.diagnosis["gauge"]["risk"] == "high"
+    assert shifted.value("nll") == pytest.approx(safe.value("nll"), rel=1e-4)
+
+
+def test_multilabel_and_exterior(tmp_path):
+    predictions, truth = nnunet(tmp_path, regions={"whole": [1, 2], "core": [2], "rim": [1]})
+    cases = segcal.open_cases(predictions, layout="nnunet", labels=str(truth))
+    results = evaluate(cases, metrics=("nll", "dsc"), regions=("everything", "boundary"))
+    assert results.rows[0].count == 3 * 2 * 4 * 6
+    assert math.isfinite(results.value("nll"))
+
+
+# -- bad input
+
+
+def test_all_ignored_is_nan_with_count_zero(tmp_path):
+    root = plain(tmp_path, count=2)
+    np.save(root / "labels" / "case0.npy", np.full((9, 7), 255, np.uint8))
+    results = evaluate(segcal.open_cases(root), metrics=("nll", "ece", "ba-ece", "dsc", "hd95"), regions=REGIONS)
+    for row in results.rows:
+        if row.case == "case0":
+            assert math.isnan(row.value)
+            assert row.count == 0
+    assert all(row.undefined == 1 for row in results.summary())
+    np.save(root / "labels" / "case1.npy", np.full((9, 7), 255, np.uint8))
+    nothing = evaluate(segcal.open_cases(root))
+    assert math.isnan(nothing.value("nll"))
+    assert nothing.diagnosis["set"]["verdict"] == "undefined"
+    assert "NaN" not in nothing.to_json()
+
+
+def test_one_class_image_without_boundary(tmp_path):
+    root = plain(tmp_path, count=1)
+    np.save(root / "labels" / "case0.npy", np.zeros((9, 7), np.uint8))
+    results = evaluate(
+        segcal.open_cases(root), metrics=("nll", "ba-ece"), regions=("everything", "boundary", "interior")
+    )
+    assert math.isnan(results.value("nll", "boundary"))
+    assert results.value("nll", "interior") == pytest.approx(results.value("nll"))
+    assert math.isnan(results.value("ba-ece"))
+
+
+def test_errors_name_the_case(tmp_path):
+    root = plain(tmp_path, count=3)
+    z = logits(1)
+    z[0, 2, 3] = np.nan
+    np.save(root / "logits" / "case1.npy", z)
+    with pytest.raises(InputError, match=r"case 'case1'.*NaN logits at voxel \(2, 3\)"):
+        evaluate(segcal.open_cases(root))
+    np.save(root / "logits" / "case1.npy", logits(1))
+    np.save(root / "labels" / "case2.npy", labels(2) + 7)
+    with pytest.raises(segcal.SegcalError, match=r"case 'case2'.*label"):
+        evaluate(segcal.open_cases(root))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"metrics": ("nope",)}, "metric is 'nope'; expected one of nll"),
+        ({"metrics": ("ece[num_bins",)}, "expected an id"),
+        ({"metrics": ("ece[bins=3]",)}, r"options \{'bins': 3\} of 'ece'"),
+        ({"regions": ("nope",)}, "region is 'nope'; expected one of everything"),
+        ({"workers": 0}, "workers is 0"),
+    ],
+)
+def test_wrong_requests_say_what_there_is(options, says):
+    with pytest.raises(InputError, match=says):
+        evaluate(CASES, **options)
+    with pytest.raises(InputError, match="no cases"):
+        evaluate(CASES[:0])
+    with pytest.raises(InputError, match="no value of 'nll'"):
+        evaluate(CASES[:1], metrics=("ece",)).value("nll")
