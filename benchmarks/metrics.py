@@ -1,4 +1,4 @@
-"""Metrics beside their peers in one run: ``python benchmarks/metrics.py [--images 50] [--rounds 5] [--exp]``.
+"""Metrics beside their peers in one run: ``python benchmarks/metrics.py [--images 50] [--rounds 10] [--exp]``.
 
 Peers that are not installed are left out: ``pip install torchmetrics fiducio probmetrics torch-uncertainty``. Every
 contender runs in a process of its own, where its peak memory is measured; rounds go over all contenders in turn, and a
@@ -65,6 +65,14 @@ def run_torchmetrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     from torchmetrics.classification import MulticlassCalibrationError
 
     metric = MulticlassCalibrationError(CLASSES, n_bins=BINS)
+    metric.update(logits, labels)
+    return {"ece": float(metric.compute())}
+
+
+def run_torchmetrics_by_image(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    from torchmetrics.classification import MulticlassCalibrationError
+
+    metric = MulticlassCalibrationError(CLASSES, n_bins=BINS)
     for image, label in zip(logits, labels, strict=True):
         metric.update(image[None], label[None])
     return {"ece": float(metric.compute())}
@@ -110,11 +118,12 @@ def top_label_only(logits: Tensor, labels: Tensor) -> dict[str, float]:
     return run_segcal(logits, labels, classwise=False)
 
 
-# name: (distribution, what it computes, run, wants probabilities, segcal must be this much faster, with which pass)
+# name: (distribution, what it computes, run, wants probabilities, how much faster segcal's full pass should be)
 CONTENDERS: dict[str, tuple[str, str, Callable[..., dict[str, float]], bool, float]] = {
     "segcal": ("segcal", "everything", run_segcal, False, 0),
     "segcal top-label": ("segcal", "top-label metrics", top_label_only, False, 0),
     "torchmetrics": ("torchmetrics", "ECE", run_torchmetrics, False, 4),
+    "torchmetrics, images": ("torchmetrics", "ECE, image by image", run_torchmetrics_by_image, False, 0),
     "fiducio": ("fiducio", "ECE, ACE, NLL, Brier", run_fiducio, True, 10),
     "probmetrics": ("probmetrics", "log-loss, Brier, ECE, accuracy", run_probmetrics, False, 18),
     "torch-uncertainty": ("torch-uncertainty", "ECE, classwise ECE, NLL, Brier", run_torch_uncertainty, True, 60),
@@ -132,8 +141,9 @@ def serve(name: str, images: int, kind: str) -> None:
     warnings.simplefilter("ignore")
     _, _, run, wants_probabilities, _ = CONTENDERS[name]
     logits, labels = scores(images, kind)
-    run(logits[:2].softmax(1) if wants_probabilities else logits[:2], labels[:2])  # compile, import, warm up
     data = logits.softmax(1) if wants_probabilities else logits
+    del logits
+    run(data[:2], labels[:2])  # compile, import, warm up
     for _ in sys.stdin:
         Path("/proc/self/clear_refs").write_text("5")  # start a new peak
         before, start = resident("VmRSS"), time.perf_counter()
@@ -142,21 +152,46 @@ def serve(name: str, images: int, kind: str) -> None:
         print(json.dumps({"seconds": seconds, "extra": resident("VmHWM") - before, "values": values}), flush=True)
 
 
-def measure(names: list[str], images: int, rounds: int, kind: str) -> dict[str, dict[str, object]]:
-    best: dict[str, dict[str, object]] = {}
-    for turn in range(rounds):
-        for name in names:
-            if turn and best[name]["seconds"] > 8:  # type: ignore[operator]
-                continue  # slow ones are measured once
-            command = [sys.executable, __file__, "--serve", name, "--images", str(images), "--kind", kind]
-            repeats = 3 if name.startswith("segcal") else 1
-            child = subprocess.run(command, input="go\n" * repeats, capture_output=True, text=True, check=False)
-            if child.returncode:
-                raise SystemExit(f"{name}: {child.stderr[-2000:]}")
-            found = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-            found += [best[name]] if name in best else []
-            best[name] = {**min(found, key=lambda one: one["seconds"]), "extra": max(one["extra"] for one in found)}
-    return best
+class Contender:
+    """A process that runs one contender on request and remembers its best time and worst memory."""
+
+    def __init__(self, name: str, images: int, kind: str) -> None:
+        command = [sys.executable, __file__, "--serve", name, "--images", str(images), "--kind", kind]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.seconds, self.extra, self.values = math.inf, 0.0, dict[str, float]()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        line = ""
+        while not line.startswith("{"):
+            line = self.process.stdout.readline()
+            if not line:
+                raise SystemExit(f"{self.process.args} ended")
+        found = json.loads(line)
+        self.seconds, self.extra = min(self.seconds, found["seconds"]), max(self.extra, found["extra"])
+        self.values = found["values"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(names: list[str], images: int, rounds: int, kind: str) -> dict[str, Contender]:
+    contenders = {}
+    for name in names:
+        contenders[name] = Contender(name, images, kind)
+        contenders[name].go()  # one after the other: making the data takes a while
+    for _ in range(rounds):
+        for contender in contenders.values():
+            if contender.seconds < 8:  # slow ones are measured once
+                contender.go()
+    for contender in contenders.values():
+        contender.end()
+    return contenders
 
 
 @numba.njit(nogil=True, fastmath=True)
@@ -255,7 +290,7 @@ def every_exp() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--exp", action="store_true")
     parser.add_argument("--kind", choices=("smooth", "noise"), default="smooth")
     parser.add_argument("--serve")
@@ -276,22 +311,23 @@ def main() -> None:
     lowest = floor(options.images)
     best = measure(present, options.images, options.rounds, options.kind)
 
-    ours, top = (float(best[name]["seconds"]) for name in ("segcal", "segcal top-label"))  # type: ignore[arg-type]
-    print(f"{'':20}{'seconds':>9}{'x segcal':>10}{'x top':>8}{'goal':>6}{'extra MB':>10}  what")
-    for name in present:
+    ours, top = best["segcal"], best["segcal top-label"]
+    print(f"{'':22}{'seconds':>9}{'x segcal':>10}{'x top':>8}{'goal':>6}{'extra MB':>10}  what")
+    for name, one in best.items():
         _, what, _, _, goal = CONTENDERS[name]
-        seconds, extra = float(best[name]["seconds"]), float(best[name]["extra"])  # type: ignore[arg-type]
-        aim = f"{goal:g}x" if goal else ""
-        print(f"{name:20}{seconds:9.3f}{seconds / ours:10.1f}{seconds / top:8.1f}{aim:>6}{extra:10.0f}  {what}")
-    print("a top-label pass should be 8x as fast as torchmetrics")
-    print(f"segcal / floor = {ours / lowest:.1f} (goal {FLOOR_LIMIT}), top-label {top / lowest:.1f}")
+        ratios = f"{one.seconds / ours.seconds:10.1f}{one.seconds / top.seconds:8.1f}"
+        print(f"{name:22}{one.seconds:9.3f}{ratios}{f'{goal:g}x' if goal else '':>6}{one.extra:10.0f}  {what}")
+    print("goal for the top-label pass: 8x torchmetrics")
+    print(f"segcal / floor = {ours.seconds / lowest:.1f} (goal {FLOOR_LIMIT}), top-label {top.seconds / lowest:.1f}")
     fewer = max(1, options.images // 5)
-    few, many = measure(["segcal"], fewer, 1, options.kind)["segcal"]["extra"], best["segcal"]["extra"]
-    print(f"extra memory: {few:.0f} MB for {fewer} images, {many:.0f} MB for {options.images} (goal {MEMORY_LIMIT})")
-    print("values: " + ", ".join(f"{k} {v:.6f}" for k, v in best["segcal"]["values"].items()))  # type: ignore[attr-defined]
-    for name in present[2:]:
-        mine, theirs = best["segcal"]["values"], best[name]["values"]
-        print(f"  {name}: " + ", ".join(f"{k} {v:.6f} ({v - mine[k]:+.1e})" for k, v in theirs.items()))  # type: ignore[index, attr-defined]
+    few = measure(["segcal"], fewer, 1, options.kind)["segcal"]
+    memory = f"{few.extra:.0f} MB for {fewer} images, {ours.extra:.0f} MB for {options.images}"
+    print(f"extra memory: {memory} (goal {MEMORY_LIMIT})")
+    print("values: " + ", ".join(f"{k} {v:.6f}" for k, v in ours.values.items()))
+    for name, one in best.items():
+        if not name.startswith("segcal"):
+            found = ", ".join(f"{k} {v:.6f} ({v - ours.values[k]:+.1e})" for k, v in one.values.items())
+            print(f"  {name}: {found}")
     many_voxels()
     if options.exp:
         every_exp()

@@ -102,7 +102,7 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
     """Read everything in a dataset and report what it holds and all that is wrong with it.
 
     Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises. Takes the
-    keywords of :func:`segcal.open_cases`. ``progress`` is called with the name of each case before it is read.
+    keywords of ``segcal.open_cases``. ``progress`` is called with the name of each case before it is read.
     """
     found = find_cases(Path(path), **declared)
     config = found.config

@@ -13,7 +13,7 @@ class SegcalError(ValueError):
         case: The case it happened in.
         where: The file, folder or argument it happened in.
 
-    Example:
+    Examples:
         >>> print(SegcalError("label 9", expected="0..5", fix="set ignore_index = 9", case="p01"))
         case 'p01': label 9; expected 0..5. To fix: set ignore_index = 9.
     """

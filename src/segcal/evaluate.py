@@ -52,15 +52,15 @@ def evaluate(
     Args:
         cases: What to evaluate.
         calibrator: A map from logits to log-probabilities, or None for the scores as they are.
-        metrics: Ids of :data:`segcal.METRICS`, with options where wanted (``"ece[num_bins=50]"``), each taken in every
-            region; or :class:`segcal.metrics.Column` objects, which say where, such as a preset's.
-        regions: Ids of :data:`segcal.REGIONS`. ``local`` gives ``local-mean`` and ``local-max`` over random patches.
+        metrics: Ids of ``segcal.METRICS``, with options where wanted (``"ece[num_bins=50]"``), each taken in every
+            region; or ``segcal.metrics.Column`` objects, which say where, such as a preset's.
+        regions: Ids of ``segcal.REGIONS``. ``local`` gives ``local-mean`` and ``local-max`` over random patches.
         masks: Regions of your own, by name: functions from a case to a bool mask ``(N, *spatial)``.
         workers: Processes; each takes a share of the cases.
         seed: Of the local patches; every case has its own.
         progress: Called with the name of each case before it is read; only with one worker.
 
-    Example:
+    Examples:
         >>> import segcal
         >>> cases = segcal.synthetic.scenes(3, size=(32, 40), plant=[segcal.synthetic.Temperature(2.0)])
         >>> results = evaluate(cases, metrics=("nll", "ece"), regions=("everything", "boundary"))

@@ -13,7 +13,7 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean over cases; NaN for fewer than two.
 
-    Example:
+    Examples:
         >>> low, high = bootstrap_interval([0.1, 0.2, 0.3, 0.4])
         >>> low < 0.25 < high
         True

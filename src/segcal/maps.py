@@ -48,7 +48,7 @@ def voxel_maps(
     ========================  ==========================================  ======================
 
     Sums are in float64; maps are float32, or float64 for float64 logits. The balance is that of Ding et al. (LTS,
-    definitions 4-6); bands are those of :func:`segcal.regions.band_index`.
+    definitions 4-6); bands are those of ``segcal.regions.band_index``.
 
     Args:
         logits: Logits or log-probabilities ``(N, C, *spatial)`` or ``(N, C)``.
@@ -57,7 +57,7 @@ def voxel_maps(
         mask: ``(N, *spatial)`` bool, True where a voxel is valid.
         spacing: Voxel size per spatial axis; None measures distances in voxels.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])
         >>> maps = voxel_maps(logits, torch.tensor([[1, 0, 255]]))
         >>> maps["prediction"], maps["error"]
@@ -71,9 +71,9 @@ def voxel_maps(
 
 @torch_threads(1)
 def score_maps(logits: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tensor]:
-    """The maps of :func:`voxel_maps` that need no neighbours, so any part of a case will do.
+    """The maps of ``voxel_maps`` that need no neighbours, so any part of a case will do.
 
-    Example:
+    Examples:
         >>> maps = score_maps(torch.zeros(1, 2, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]]))
         >>> maps["error"], maps["confidence-balance"]
         (tensor([[0., 1., nan]]), tensor([[0., 0., nan]]))
@@ -119,7 +119,7 @@ def write_maps(
         calibrator: A map from logits to log-probabilities, or None for the scores as they are.
         progress: Called with the name of each case before it is read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from segcal.synthetic import scenes
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
 
     ``(N, C)`` scores are seen as one line of N voxels, ``(1, C, N)``.
 
-    Example:
+    Examples:
         >>> parts = checked_parts(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2).long(), torch.ones(1, 2, 2).bool())
         >>> [part.columns.shape for part in parts]
         [torch.Size([3, 4])]

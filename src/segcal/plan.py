@@ -75,7 +75,7 @@ class Plan:
 def parse_metric(text: str) -> tuple[str, dict[str, Any]]:
     """``"ece[num_bins=50]"`` to an id and options.
 
-    Example:
+    Examples:
         >>> parse_metric("tace[num_bins=15,binning=width]")
         ('tace', {'num_bins': 15, 'binning': 'width'})
     """

@@ -13,7 +13,7 @@ Conventions, written once. Labels and masks are ``(N, *spatial)``; ``spacing`` h
   the boundary (Kirscher et al., appendix C), in voxels, or in the unit of ``spacing`` (mm) where it is given: then the
   band edges are lengths in that unit too. Without any boundary it is infinite.
 
-The distance map is the expensive thing. :class:`CaseRegions` computes it once per case, when a band is asked for.
+The distance map is the expensive thing. ``CaseRegions`` computes it once per case, when a band is asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Window = tuple[slice, ...]
 def valid_voxels(labels: Tensor, *, ignore_index: int = 255, mask: Tensor | None = None) -> Tensor:
     """``(N, *spatial)`` bool, True where the label is not ``ignore_index`` and ``mask`` (True = valid) keeps the voxel.
 
-    Example:
+    Examples:
         >>> valid_voxels(torch.tensor([[0, 1, 255, 1]]), mask=torch.tensor([[True, True, True, False]]))
         tensor([[ True,  True, False, False]])
     """
@@ -54,7 +54,7 @@ def valid_voxels(labels: Tensor, *, ignore_index: int = 255, mask: Tensor | None
 def label_boundary(labels: Tensor, valid: Tensor) -> Tensor:
     """``(N, *spatial)`` bool: valid voxels with a valid face neighbour of another label, on both sides of an edge.
 
-    Example:
+    Examples:
         >>> label_boundary(torch.tensor([[0, 0, 1, 1]]), torch.ones(1, 4, dtype=torch.bool))
         tensor([[False,  True,  True, False]])
     """
@@ -73,7 +73,7 @@ def boundary_region(boundary: Tensor, valid: Tensor) -> Tensor:
 
     Where all voxels are valid, these are the voxels from which two face steps or fewer lead to another label.
 
-    Example:
+    Examples:
         >>> valid = torch.ones(1, 6, dtype=torch.bool)
         >>> boundary_region(label_boundary(torch.tensor([[0, 0, 0, 1, 1, 1]]), valid), valid)
         tensor([[False,  True,  True,  True,  True, False]])
@@ -100,7 +100,7 @@ def boundary_distance(
         ignore_index: The label that makes a voxel invalid.
         mask: ``(N, *spatial)`` bool, True where the voxel is valid.
 
-    Example:
+    Examples:
         >>> boundary_distance(torch.tensor([[0, 0, 0, 1, 1]]))
         tensor([[2., 1., 0., 0., 1.]])
         >>> boundary_distance(torch.tensor([[0, 0, 0, 255, 1]]))
@@ -114,7 +114,7 @@ def band_index(distance: Tensor, valid: Tensor) -> Tensor:
 
     Kirscher et al., appendix C. Voxels of an image without boundary are infinitely far: in the last band.
 
-    Example:
+    Examples:
         >>> band_index(torch.tensor([[0.0, 2.9, 3.0, 15.0, torch.inf, 1.0]]), torch.tensor([[True] * 5 + [False]]))
         tensor([[ 0,  0,  1,  3,  3, -1]], dtype=torch.int8)
     """
@@ -133,7 +133,7 @@ class BandTotals:
         counts: ``(bands,)`` int64, voxels.
         distance_sums: ``(bands,)`` float64, the sum of their distances.
 
-    Example:
+    Examples:
         >>> totals = CaseRegions(torch.tensor([[0, 0, 0, 0, 1]])).band_totals
         >>> totals.counts, totals.distance_sums
         (tensor([4, 1, 0, 0]), tensor([3., 3., 0., 0.], dtype=torch.float64))
@@ -162,7 +162,7 @@ def local_patches(
     Along an axis shorter than ``size`` every window spans the whole axis; an image no larger than the patch gives
     ``count`` times itself, so that mean and maximum are those of the image. The same seed gives the same windows.
 
-    Example:
+    Examples:
         >>> local_patches((100, 50), count=2, seed=1)
         [(slice(13, 85, None), slice(0, 50, None)), (slice(14, 86, None), slice(0, 50, None))]
     """
@@ -185,7 +185,7 @@ class CaseRegions:
         mask: ``(N, *spatial)`` bool, True where the voxel is valid.
         seed: Seed of the local patches, which are shared by the N images; give every case its own.
 
-    Example:
+    Examples:
         >>> regions = CaseRegions(torch.tensor([[0, 0, 0, 0, 1, 1]]))
         >>> regions.mask("boundary")
         tensor([[False, False,  True,  True,  True,  True]])
@@ -211,7 +211,7 @@ class CaseRegions:
 
     @cached_property
     def boundary(self) -> Tensor:
-        """``(N, *spatial)`` bool boundary voxels; see :func:`label_boundary`."""
+        """``(N, *spatial)`` bool boundary voxels; see ``label_boundary``."""
         return label_boundary(self.labels, self.valid)
 
     @cached_property
@@ -227,7 +227,7 @@ class CaseRegions:
 
     @cached_property
     def bands(self) -> Tensor:
-        """``(N, *spatial)`` int8 band index, -1 where invalid; see :func:`band_index`."""
+        """``(N, *spatial)`` int8 band index, -1 where invalid; see ``band_index``."""
         return band_index(self.distance, self.valid)
 
     @cached_property
@@ -240,9 +240,9 @@ class CaseRegions:
         return BandTotals(counts, torch.stack([band.sum(dtype=torch.float64) for band in bands]))
 
     def mask(self, region: str | Tensor) -> Tensor:
-        """``(N, *spatial)`` bool: the valid voxels in a region of :data:`REGIONS` (not ``local``) or in any user mask.
+        """``(N, *spatial)`` bool: the valid voxels in a region of ``REGIONS`` (not ``local``) or in any user mask.
 
-        Example:
+        Examples:
             >>> CaseRegions(torch.tensor([[0, 1, 255]])).mask(torch.tensor([[False, True, True]]))
             tensor([[False,  True, False]])
         """
@@ -255,7 +255,7 @@ class CaseRegions:
     def parts(self, region: str | Tensor) -> Iterator[Part]:
         """The windows of a region and the masks in them, one after the other: ten for ``local``, one for all others.
 
-        Example:
+        Examples:
             >>> regions = CaseRegions(torch.zeros(1, 90, 80, dtype=torch.int64))
             >>> [part.mask.shape for part in regions.parts("local")][:2]
             [torch.Size([1, 72, 72]), torch.Size([1, 72, 72])]
@@ -283,9 +283,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """An entry of :data:`REGIONS`: what the region is, and its parts in a case.
+    """An entry of ``REGIONS``: what the region is, and its parts in a case.
 
-    Example:
+    Examples:
         >>> REGIONS["foreground"].description
         'label is not 0'
         >>> next(REGIONS["foreground"].parts(CaseRegions(torch.tensor([[0, 2, 255]])))).mask
@@ -337,7 +337,7 @@ REGIONS: dict[str, Region] = {region.id: region for region in _ALL_REGIONS}
 def checked_spacing(spacing: Sequence[float] | None, labels: Tensor) -> tuple[float, ...]:
     """The spacing as one positive float per spatial axis of ``labels (N, *spatial)``; ones for None.
 
-    Example:
+    Examples:
         >>> checked_spacing(None, torch.zeros(1, 4, 5))
         (1.0, 1.0)
     """

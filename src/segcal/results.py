@@ -48,7 +48,7 @@ class SummaryRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """What :func:`segcal.evaluate` found.
+    """What ``segcal.evaluate`` found.
 
     Attributes:
         rows: Tidy rows; ``pandas.DataFrame(results.rows)`` is a data frame.
@@ -56,7 +56,7 @@ class Results:
         reliability: Region to reliability data, for the top label and for every predicted class.
         diagnosis: Findings in words and numbers.
 
-    Example:
+    Examples:
         >>> rows = [Row("a", "everything", "ece", 0.1, 9), Row("b", "everything", "ece", 0.3, 9)]
         >>> results = Results((*rows, Row(POOLED, "everything", "ece", 0.18, 18)))
         >>> results.value("ece"), results.value("ece", case="a")
@@ -114,7 +114,7 @@ class Results:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Results:
-        """Read what :meth:`to_json` wrote."""
+        """Read what ``to_json`` wrote."""
         try:
             content = json.loads(Path(path).read_text())
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):

@@ -24,7 +24,7 @@ def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, fi
     With ``multilabel`` the K channels are sigmoid scores and come back as K two-class problems ``(N*K, 2, *spatial)``.
     ``first_row`` says where in its case a part begins, so that errors name the right voxel.
 
-    Example:
+    Examples:
         >>> canonical_logits(torch.tensor([[0.25, 0.75]]), "probs").exp()
         tensor([[0.2500, 0.7500]])
     """
@@ -58,7 +58,7 @@ def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, fi
 def multilabel_view(scores: Tensor, kind: Kind) -> Tensor:
     """K sigmoid channels as K two-class problems: ``(N, K, *spatial)`` to ``(N*K, 2, *spatial)``.
 
-    Example:
+    Examples:
         >>> multilabel_view(torch.zeros(1, 3, 4, 5), "logits").shape
         torch.Size([3, 2, 4, 5])
     """
@@ -115,9 +115,9 @@ class Pool:
 
 
 def pool(members: Iterable[Tensor], space: Kind) -> Tensor:
-    """Pool the logits of ensemble members, one member in memory at a time; see :class:`Pool`.
+    """Pool the logits of ensemble members, one member in memory at a time; see ``Pool``.
 
-    Example:
+    Examples:
         >>> a, b = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
         >>> pool([a, b], "logits")
         tensor([[0., 1.]])
@@ -136,7 +136,7 @@ def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     Rounding can turn a narrow lead into a tie that another class wins by its index; the winner then gets the next
     larger value. Values the type cannot hold are an error, never an infinity.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 1.0001]])
         >>> round_keeping_argmax(z, torch.float16).argmax(1)
         tensor([1])
@@ -165,7 +165,7 @@ def free_energy(logits: Tensor) -> Tensor:
 
     Sign as in Kirscher et al., so that ``log S(z) = z - free_energy(z)``. ``(N, C, *spatial)`` to ``(N, *spatial)``.
 
-    Example:
+    Examples:
         >>> free_energy(torch.zeros(1, 4)).exp()
         tensor([4.])
     """

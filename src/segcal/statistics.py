@@ -45,14 +45,14 @@ class VoxelStatistics:
         num_classes: C, at least 2.
         bins: Numbers of equal-width bins that metrics may ask for; divisors of 4096 (of these: top-label metrics
             alone) and of the given ones come for free.
-        regions: Names of the regions :meth:`update` is told of; ``everything`` is always there.
+        regions: Names of the regions ``update`` is told of; ``everything`` is always there.
         classwise: False leaves the per-class histograms out, which is faster; ``sce``, ``cece``, ``ace-adaptive`` and
             ``tace`` then have nothing to work on.
         threshold: The lowest class-probability bin is ``(0, threshold]``; ``tace`` leaves it out.
-        backend: ``auto``, ``reference`` or ``numba``; see :func:`segcal.kernels.tally`.
+        backend: ``auto``, ``reference`` or ``numba``; see ``segcal.kernels.tally``.
         threads: Threads of the numba kernel; None means as many as torch uses.
 
-    Example:
+    Examples:
         >>> stats = VoxelStatistics(num_classes=2)
         >>> stats.update(torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]]), torch.tensor([0, 0, 255]))
         VoxelStatistics(num_classes=2, voxels=2)
@@ -121,7 +121,7 @@ class VoxelStatistics:
             uncalibrated: The argmax before calibration ``(N, *spatial)``, to count flips when ``logits`` are calibrated
                 already; with ``score_map`` it is known anyhow.
 
-        Example:
+        Examples:
             >>> stats = VoxelStatistics(2, regions=("left",))
             >>> logits, labels = torch.zeros(1, 2, 4), torch.zeros(1, 4, dtype=torch.int64)
             >>> stats.update(logits, labels, regions={"left": torch.tensor([[True, True, False, False]])}).count("left")
@@ -144,7 +144,7 @@ class VoxelStatistics:
     def merge(self, other: VoxelStatistics) -> VoxelStatistics:
         """Add what ``other`` has seen. Both must have been made with the same arguments.
 
-        Example:
+        Examples:
             >>> a, b = (VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, y])) for y in (0, 255))
             >>> a.merge(b).count()
             5
@@ -169,7 +169,7 @@ class VoxelStatistics:
     def total(self, region: str | Sequence[str] = EVERYTHING) -> Tally:
         """The arrays of one region, or of the intersection of several, without the leading axis of atoms.
 
-        Energies are about :attr:`energy_shift`.
+        Energies are about ``energy_shift``.
         """
         names = (region,) if isinstance(region, str) else tuple(region)
         code = 0
@@ -190,18 +190,18 @@ class VoxelStatistics:
 
     @property
     def energy_shift(self) -> float:
-        """What the energies of :meth:`total` are relative to."""
+        """What the energies of ``total`` are relative to."""
         return self._layout.energy_shift
 
     @property
     def layout(self) -> Layout:
-        """Order of atoms and origin of energies; see :meth:`align`."""
+        """Order of atoms and origin of energies; see ``align``."""
         return self._layout
 
     def align(self, *layouts: Layout) -> VoxelStatistics:
         """Bring these statistics to the union of the given layouts, in that order, with the first one's origin.
 
-        After every process has aligned to everyone's layouts, an all-reduce (sum) of :meth:`tensors` merges them.
+        After every process has aligned to everyone's layouts, an all-reduce (sum) of ``tensors`` merges them.
         """
         atoms = tuple(dict.fromkeys(atom for layout in layouts for atom in layout.atoms))
         if missing := set(self._layout.atoms) - set(atoms):
@@ -218,7 +218,7 @@ class VoxelStatistics:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values, exact to the bit.
 
-        Example:
+        Examples:
             >>> stats = VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
             >>> VoxelStatistics.from_dict(stats.to_dict()).to_dict() == stats.to_dict()
             True
@@ -235,7 +235,7 @@ class VoxelStatistics:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> VoxelStatistics:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of ``to_dict``."""
         if state.get("format") != _FORMAT or state.get("version") != _VERSION:
             raise InputError(
                 f"format is {state.get('format')!r}, version {state.get('version')!r}",

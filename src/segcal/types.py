@@ -56,9 +56,9 @@ class Case:
 
     Attributes are ``logits (N, C, *spatial)`` float32, ``labels (N, *spatial)`` int64, ``image``, ``mask`` (True =
     valid) and ``posterior`` (scenes only), each ``None`` where there is none, and ``spacing`` per spatial axis.
-    Once read, a tensor stays with the case; :meth:`chunks` reads without keeping.
+    Once read, a tensor stays with the case; ``chunks`` reads without keeping.
 
-    Example:
+    Examples:
         >>> from segcal.synthetic import scenes
         >>> case = scenes(1, size=(32, 40))[0]
         >>> case.logits.shape, case.labels.shape

@@ -30,7 +30,7 @@ class CaseRef:
 
 
 class Split(NamedTuple):
-    """Three disjoint parts of a :class:`CaseSet`."""
+    """Three disjoint parts of a ``CaseSet``."""
 
     calibration: CaseSet
     validation: CaseSet
@@ -44,7 +44,7 @@ class CaseSet(Sequence[Case]):
     Iterating opens each case anew and reads the next one in the background; nothing is kept once the caller lets go.
     ``cases[3]`` is a case, ``cases[2:5]`` and ``cases.select(ids)`` are case sets.
 
-    Example:
+    Examples:
         >>> from segcal.synthetic import scenes
         >>> cases = scenes(10, size=(32, 40))
         >>> [len(part) for part in cases.split(calibration=0.5, validation=0.2, test=0.3, seed=1)]

@@ -24,7 +24,7 @@ CONFIG_NAME = "segcal.toml"
 class DatasetConfig:
     """The keys of ``segcal.toml``; every one is optional. Folders are relative to the file.
 
-    Example:
+    Examples:
         >>> parse_config({"kind": "probs", "ignore_index": 0}).kind
         'probs'
     """

@@ -53,7 +53,7 @@ class Oriented:
 
 
 class DiskCase:
-    """The files of one case as a :class:`segcal.types.CaseSource`."""
+    """The files of one case as a ``segcal.types.CaseSource``."""
 
     def __init__(self, files: CaseFiles, config: DatasetConfig) -> None:
         self.files, self.config, self.id = files, config, files.id

@@ -53,7 +53,7 @@ def exterior(background: Array) -> Array:
     Args:
         background: ``(*spatial)`` bool, True where the scores are exactly (1, 0, ..., 0).
 
-    Example:
+    Examples:
         >>> exterior(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum()
         np.int64(8)
     """

@@ -1,4 +1,4 @@
-"""``open_cases``: from a folder to a :class:`CaseSet`."""
+"""``open_cases``: from a folder to a ``CaseSet``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **decl
     Args:
         path: The folder, or the path of a ``segcal.toml``.
         need_labels: Raise now if a case has no label. Turn off to apply a calibrator to new data.
-        **declared: Keys of :class:`segcal.cases.config.DatasetConfig`.
+        **declared: Keys of ``segcal.cases.config.DatasetConfig``.
 
-    Example:
+    Examples:
         >>> import tempfile, segcal
         >>> from segcal.cases import write_dataset
         >>> folder = tempfile.mkdtemp()

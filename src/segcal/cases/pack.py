@@ -50,9 +50,9 @@ def write_dataset(
     """Write cases as ``logits/``, ``labels/`` (``images/``, ``masks/``, ``posteriors/``) and ``segcal.toml``.
 
     Members are pooled, probabilities become logits, volumes are streamed. Every file is atomic and read back after
-    writing. float16 halves the size and keeps every argmax (:func:`segcal.scores.round_keeping_argmax`).
+    writing. float16 halves the size and keeps every argmax (``segcal.scores.round_keeping_argmax``).
 
-    Example:
+    Examples:
         >>> import tempfile, segcal
         >>> report = write_dataset(segcal.synthetic.scenes(2, size=(32, 40)), tempfile.mkdtemp(), dtype="float16")
         >>> report.cases, abs(report.nll_stored - report.nll_input) < 1e-4

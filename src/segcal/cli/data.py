@@ -55,7 +55,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 
 def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:
-    """Command-line declarations as keywords of :func:`segcal.open_cases`; paths are relative to where the user is."""
+    """Command-line declarations as keywords of ``segcal.open_cases``; paths are relative to where the user is."""
     given = {"layout": layout.value if layout else None, "labels": str(labels.absolute()) if labels else None}
     return {name: value for name, value in given.items() if value}
 

@@ -1,4 +1,4 @@
-"""The voxel passes: one read of the logits, every statistic. :func:`tally` chooses the kernel.
+"""The voxel passes: one read of the logits, every statistic. ``tally`` chooses the kernel.
 
 ``reference`` (torch, float64, any device) is the definition; ``cpu`` (numba) is its fast twin for large inputs. They
 agree to 1e-6 relative on every statistic, which the tests hold.
@@ -36,7 +36,7 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
     ``auto`` takes numba for at least 2^18 logits on the CPU in float32 or less, where numba is installed, and the
     reference otherwise (float64 logits keep their precision there). ``threads`` are numba's; None means torch's number.
 
-    Example:
+    Examples:
         >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])
         >>> tally(Voxels(logits, labels, BinGrid.top_label((15,)), None))[0].confusion
         array([[[1, 1],

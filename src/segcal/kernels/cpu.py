@@ -1,4 +1,4 @@
-"""The CPU twin of :mod:`segcal.kernels.reference`: numba, compiled once and cached on disk.
+"""The CPU twin of ``segcal.kernels.reference``: numba, compiled once and cached on disk.
 
 Logits lie class by class, so a voxel's classes are far apart in memory. The kernel copies blocks of 1024 voxels into
 a buffer that stays in the core's cache and does every step there, each a loop over voxels with unit stride that the
@@ -43,7 +43,7 @@ def _complete(out: Tally) -> None:
 
 
 def tally(voxels: Voxels, threads: int) -> Tally:
-    """All statistics of float32 (or narrower) logits on the CPU; see :func:`segcal.kernels.tally`."""
+    """All statistics of float32 (or narrower) logits on the CPU; see ``segcal.kernels.tally``."""
     classes = voxels.logits.shape[1]
     top, by_class = voxels.top_grid, voxels.class_grid
     grids = (top.upper, top.first, np.zeros(1, np.int64)), (np.ones(1), np.zeros(1, np.int32))

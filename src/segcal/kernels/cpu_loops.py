@@ -1,4 +1,4 @@
-"""The compiled loops of :mod:`segcal.kernels.cpu`, which says how they work together and how precise they are."""
+"""The compiled loops of ``segcal.kernels.cpu``, which says how they work together and how precise they are."""
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
 # (numba infers the types of compiled functions itself)
@@ -135,7 +135,8 @@ def new_block(classes: int) -> _Block:
         raw=np.zeros((classes, BLOCK), np.float32), scores=np.zeros((classes, BLOCK), np.float32),
         best=real(), winner=index(), before=index(), target=np.zeros(BLOCK, np.int32), slot=index(),
         others=real(), squares=real(), slope=real(), label_gap=real(),
-        confidence=double(), nll=double(), brier=double(), entropy=double(), energy=double(), limit=real(), own_limit=real(), inverse=real(),
+        confidence=double(), nll=double(), brier=double(), entropy=double(), energy=double(),
+        limit=real(), own_limit=real(), inverse=real(),
         flags=flags, words=flags.view(np.uint64), found=np.zeros(BLOCK + 1, np.uint32),
     )  # fmt: skip
 

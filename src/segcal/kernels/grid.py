@@ -23,7 +23,7 @@ class BinGrid:
 
     ``first (4096,)`` is the lookup table: a value in ``(j/4096, (j+1)/4096]`` lies in bin ``first[j]`` or a few above.
 
-    Example:
+    Examples:
         >>> grid = BinGrid.top_label(bins=(15,))
         >>> int(grid.coarse(15).max()), int(grid.coarse(16).max())
         (14, 15)

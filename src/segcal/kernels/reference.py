@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 
 def tally(voxels: Voxels, threads: int) -> Tally:
-    """All statistics of one update; see :func:`segcal.kernels.tally`. Threads are torch's own business."""
+    """All statistics of one update; see ``segcal.kernels.tally``. Threads are torch's own business."""
     class_bins = 0 if voxels.class_grid is None else len(voxels.class_grid)
     empty = Tally.zeros(voxels.num_slots, voxels.logits.shape[1], len(voxels.top_grid), class_bins)
     total = _Totals({name: torch.from_numpy(array).to(device_of(voxels)) for name, array in empty._asdict().items()})

@@ -17,7 +17,7 @@ def refine(voxels: Voxels, grid: BinGrid, cells: NDArray[np.int64]) -> tuple[Cou
 
     The arrays hold all cells of the first class in ascending order, then of the second, and so on. Float64, any device.
 
-    Example:
+    Examples:
         >>> grid = BinGrid.from_edges([0.5])
         >>> voxels = Voxels(torch.tensor([[3.0, 0.0]]), torch.tensor([1]), grid, None)
         >>> refine(voxels, grid, np.array([[1, 1], [4, 1]]))[0]

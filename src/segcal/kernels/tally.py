@@ -18,7 +18,7 @@ Sums = NDArray[np.float64]
 class Tally(NamedTuple):
     """Additive statistics per slot. All are sums over voxels, so adding two tallies merges them.
 
-    Example:
+    Examples:
         >>> Tally.zeros(1, 3, 4096, 150).confusion.shape
         (1, 3, 3)
     """

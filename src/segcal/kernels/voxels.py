@@ -27,7 +27,7 @@ class AffineMap:
     ``weight`` is a scalar (1 / temperature), ``(C,)`` (vector scaling) or ``(C, C)`` (matrix scaling); ``bias`` is
     ``(C,)`` or None. A positive scalar without bias cannot change the argmax.
 
-    Example:
+    Examples:
         >>> AffineMap.temperature(2.0)(torch.tensor([[4.0, 2.0]]))
         tensor([[2., 1.]])
     """

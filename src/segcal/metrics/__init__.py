@@ -1,6 +1,6 @@
-"""Metrics: every one a small reduction of :class:`segcal.statistics.VoxelStatistics`, and their registry.
+"""Metrics: every one a small reduction of ``segcal.statistics.VoxelStatistics``, and their registry.
 
-A new metric is a function in one of the modules here and one line in :data:`METRICS`.
+A new metric is a function in one of the modules here and one line in ``METRICS``.
 """
 
 from __future__ import annotations

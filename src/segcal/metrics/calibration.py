@@ -1,9 +1,9 @@
-"""Calibration metrics: small reductions of :class:`~segcal.statistics.VoxelStatistics`.
+"""Calibration metrics: small reductions of ``segcal.statistics.VoxelStatistics``.
 
 Every metric takes the statistics and a region (a name, or several for their intersection) and returns a
-:class:`~segcal.metrics.measure.Measure`, a float with a ``count``; NaN with count 0 where there is nothing to average.
+``segcal.metrics.measure.Measure``, a float with a ``count``; NaN with count 0 where there is nothing to average.
 In formulas n is the number of voxels, B_b the voxels in bin b, conf and acc the means of confidence and correctness.
-Bins are equally wide, ``(lo, hi]``. Equal-mass binnings are in :mod:`segcal.metrics.equal_mass`.
+Bins are equally wide, ``(lo, hi]``. Equal-mass binnings are in ``segcal.metrics.equal_mass``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BANDS = ("band-0-3", "band-3-7", "band-7-15", "band-15-inf")
 def nll(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """Negative log-likelihood, the mean of ``-log p_y`` over voxels; inf if an impossible label occurs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> float(nll(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))) == math.log(2)
         True
@@ -40,7 +40,7 @@ def nll(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
 def brier(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """Brier score, the mean over voxels of ``sum_k (p_k - [k = y])^2``, over all classes (Brier 1950): 0 to 2.
 
-    Example:
+    Examples:
         >>> import torch
         >>> brier(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))
         0.5
@@ -51,7 +51,7 @@ def brier(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
 def entropy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """Entropy of the prediction, the mean over voxels of ``-sum_k p_k log p_k``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> float(entropy(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))) == math.log(2)
         True
@@ -65,7 +65,7 @@ def confidence_balance(stats: VoxelStatistics, *, region: Region = EVERYTHING, p
     Zero in expectation for a calibrated model, also among the voxels ``predicted`` as one class; zero on the fit data
     after temperature scaling.
 
-    Example:
+    Examples:
         >>> import torch
         >>> float(confidence_balance(VoxelStatistics(2).update(torch.tensor([[9.0, 0.0]]), torch.tensor([1])))) > 0
         True
@@ -80,7 +80,7 @@ def confidence_balance(stats: VoxelStatistics, *, region: Region = EVERYTHING, p
 def ece(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:
     """Expected calibration error of the top label: ``sum_b |B_b| / n |acc_b - conf_b|`` (Naeini 2015, Guo 2017).
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> round(ece(stats), 4)
@@ -95,7 +95,7 @@ def mce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
 
     ``count`` is the number of non-empty bins.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.5, 0.0]]), torch.tensor([0, 1]))
         >>> round(mce(stats), 4), mce(stats).count
@@ -110,7 +110,7 @@ def ace(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
 
     ``count`` is the number of non-empty bins. With so few voxels in some bins it is best ``pooled`` over cases.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.5, 0.0]]), torch.tensor([0, 1]))
         >>> round(ace(stats), 4)
@@ -125,7 +125,7 @@ def sce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
 
     Ding et al. 2021, F.5, which divides by C (``divide=True``) where the paper's tables do not.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> round(sce(stats), 4)
@@ -149,7 +149,7 @@ def cece(
     B_cb are all voxels by their probability of class c, freq_cb how many of them carry the label c.
     ``reduction="sum"`` is the formula printed by Murugesan et al. 2023 (their code takes the mean).
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> round(cece(stats), 4)
@@ -166,7 +166,7 @@ def cece(
 def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """ECE of the mispredicted voxels: their mean confidence, as none of them is right, whatever the bins (Wang 2023).
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> round(ece_wrong(stats), 4), ece_wrong(stats).count
@@ -179,7 +179,7 @@ def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure
 def ece_right(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """ECE of the correctly predicted voxels: 1 - their mean confidence, whatever the bins (Wang 2023).
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> round(ece_right(stats), 4), ece_right(stats).count
@@ -197,7 +197,7 @@ def ba_ece(stats: VoxelStatistics, *, region: Region = EVERYTHING, bands: Sequen
     out, and so are bands without any finite distance; ``count`` is the number of bands left. The statistics must have
     been given the bands as regions and ``distance``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2, regions=("near", "far"))
         >>> near = torch.tensor([True, True, False])
@@ -230,7 +230,7 @@ def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     1; the value is the s with ``smECE_s = s``. From the histogram of 4096 bins: each confidence is moved by at most
     1/8192, which changes the integral by less than 1e-4 / s times itself.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> round(smece(stats), 3)
@@ -260,7 +260,7 @@ def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> M
     Kirscher et al., Table 3, report its mean over images: aggregate it ``per-image``. Of scores that went through a
     ``score_map``, it is that of the mapped scores.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), torch.tensor([0, 0]))
         >>> round(free_energy_std(stats), 6)

@@ -20,7 +20,7 @@ SOME_GAUGE, MUCH_GAUGE = 0.5, 2.0
 def verdict(balance: float) -> str:
     """``overconfident``, ``underconfident``, ``balanced``, or ``undefined`` for NaN.
 
-    Example:
+    Examples:
         >>> verdict(0.2), verdict(-0.2), verdict(0.001)
         ('overconfident', 'underconfident', 'balanced')
     """
@@ -32,7 +32,7 @@ def verdict(balance: float) -> str:
 def gauge_risk(spread: float) -> str:
     """Whether calibrators that are not translation invariant are at risk: ``none``, ``some``, ``high``, ``undefined``.
 
-    Example:
+    Examples:
         >>> gauge_risk(0.0), gauge_risk(1.1), gauge_risk(8.8)
         ('none', 'some', 'high')
     """
@@ -56,7 +56,7 @@ def diagnose(
         spreads: Standard deviation of the free energy of every case.
         class_names: For the classes; they are the *predicted* ones, so that a calibrated model is balanced in each.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[9.0, 0.0]]), torch.tensor([1]))
         >>> found = diagnose(stats, balances={"a": 9.0}, spreads={"a": 0.0})

@@ -3,7 +3,7 @@
 A bin holds exactly n / R voxels; a group of voxels at the edge between two bins (tied, or in one bin of the histogram)
 is shared between them in proportion. That makes the value independent of the order of voxels, and lets it come from a
 histogram: treating all voxels of a histogram bin as tied changes the value by at most ``Measure.bound``. For the exact
-value a second pass over the same data (:class:`SecondPass`) splits the histogram bins in which edges fell.
+value a second pass over the same data (``SecondPass``) splits the histogram bins in which edges fell.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class SecondPass:
     """Splits the histogram bins in which equal-mass edges fell, up to 4096-fold, on a second pass over the same data.
 
     Confidences are then resolved to about 1e-7, float32's own rounding; what is left of the bound is in
-    ``Measure.bound``. The arguments must be those of the metric; a region is passed to :meth:`update` as ``mask``.
+    ``Measure.bound``. The arguments must be those of the metric; a region is passed to ``update`` as ``mask``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> logits, labels = torch.randn(500, 3).mul(3), torch.randint(0, 3, (500,))
         >>> stats = VoxelStatistics(3).update(logits, labels)
@@ -103,7 +103,7 @@ class SecondPass:
         mask: Tensor | None = None,
         score_map: AffineMap | None = None,
     ) -> SecondPass:
-        """Add voxels, the same ones as in the first pass; see :meth:`segcal.statistics.VoxelStatistics.update`."""
+        """Add voxels, the same ones as in the first pass; see ``segcal.statistics.VoxelStatistics.update``."""
         voxels = Voxels(
             logits=logits, labels=labels, top_grid=self.grid, class_grid=None,
             ignore_index=ignore_index, mask=mask, score_map=score_map,
@@ -146,7 +146,7 @@ def ace_adaptive(
     Nixon et al. 2019; Ding et al. 2021, F.6. conf_rc is the mean probability of class c in the r-th bin of all voxels
     sorted by it, freq_rc how many of these carry the label c. ``count`` is the number of classes averaged.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.zeros(4, 2), torch.tensor([0, 0, 0, 1]))
         >>> ace_adaptive(stats, num_bins=2)
@@ -171,7 +171,7 @@ def tace(
     threshold, and then the mean over classes: what the released code of Murugesan et al. 2024 computes. Classes without
     any probability above the threshold are left out; ``count`` is the number of classes averaged.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(3).update(torch.tensor([[0.0, 0.0, -99.0]] * 4), torch.tensor([0, 0, 0, 1]))
         >>> tace(stats), tace(stats).count

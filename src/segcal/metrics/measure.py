@@ -22,7 +22,7 @@ class Measure(float):
             is NaN, and its count says why: there was nothing to average.
         bound: The exact value is at most this far away; 0 but for equal-mass binnings in one pass.
 
-    Example:
+    Examples:
         >>> value = Measure(0.25, count=8)
         >>> value * 2, value.count
         (0.5, 8)
@@ -48,7 +48,7 @@ class Measure(float):
     def mean(cls, values: Iterable[float]) -> Measure:
         """The mean of the values that are defined; ``count`` says how many those were.
 
-        Example:
+        Examples:
             >>> Measure.mean([1.0, float("nan"), 2.0]), Measure.mean([1.0, float("nan"), 2.0]).count
             (1.5, 2)
         """
@@ -58,7 +58,7 @@ class Measure(float):
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """An entry of :data:`segcal.METRICS`.
+    """An entry of ``segcal.METRICS``.
 
     Attributes:
         id: The id of METHODS.md, as commands and results spell it.
@@ -66,7 +66,7 @@ class MetricSpec:
             what their module says instead.
         title: For tables.
         better: Which way is better; ``zero`` for signed metrics.
-        counts: What :attr:`Measure.count` counts.
+        counts: What ``Measure.count`` counts.
         needs: What the statistics must have been given beyond logits and labels: ``classwise``, ``distance``,
             ``uncalibrated``; or ``surfaces``.
     """
@@ -84,7 +84,7 @@ def aggregate(
 ) -> Measure:
     """One value for many cases: the mean of the per-image values (``count``: defined cases), or of the pooled voxels.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from segcal.metrics import accuracy
         >>> right, wrong = torch.tensor([0, 0, 0]), torch.tensor([1])

@@ -75,7 +75,7 @@ class MulticlassCalibrationError(_Sums):
     - Beyond 2^24 voxels in a bin torchmetrics' float32 counts stand still; these do not.
     - Softmax and sums are taken in float32 or better also for half precision, and the value is float64.
     - Where all voxels are ignored, ``l2`` and ``max`` are NaN as ``l1`` is, not 0.
-    - Input that has no meaning is an :class:`~segcal.errors.InputError` (a ValueError): NaN, labels outside the
+    - Input that has no meaning is an ``segcal.errors.InputError`` (a ValueError): NaN, labels outside the
       classes, and values within [0, 1] that do not sum to 1, which torchmetrics would take for probabilities.
 
     Args:
@@ -89,7 +89,7 @@ class MulticlassCalibrationError(_Sums):
             enough), so say it where you know it.
         kwargs: Those of ``torchmetrics.Metric``.
 
-    Example:
+    Examples:
         >>> metric = MulticlassCalibrationError(num_classes=3, n_bins=3)
         >>> preds = torch.tensor([[0.25, 0.20, 0.55], [0.55, 0.05, 0.40], [0.10, 0.30, 0.60], [0.90, 0.05, 0.05]])
         >>> metric(preds, torch.tensor([0, 1, 2, 0]))
@@ -142,21 +142,21 @@ class MulticlassCalibrationError(_Sums):
 
 
 class Calibration(_Sums):
-    """Any metrics of :data:`segcal.METRICS` from one pass over each batch, as a dict of 0-dim tensors by their ids.
+    """Any metrics of ``segcal.METRICS`` from one pass over each batch, as a dict of 0-dim tensors by their ids.
 
-    They are the reductions of :class:`~segcal.statistics.VoxelStatistics` that the metrics document. In a
+    They are the reductions of ``segcal.statistics.VoxelStatistics`` that the metrics document. In a
     ``MetricCollection`` the ids appear beside the other metrics. With Lightning, call ``update`` in
     ``validation_step``, and ``self.log_dict(calibration.compute())`` and ``reset`` in ``on_validation_epoch_end``.
 
     Args:
         num_classes: C, at least 2.
-        metrics: Ids. Those that need distances or surfaces are not for modules; see :func:`segcal.evaluate`.
+        metrics: Ids. Those that need distances or surfaces are not for modules; see ``segcal.evaluate``.
         bins: Equal-width bins of the metrics that have bins.
         ignore_index: Voxels with this label do not count.
         kind: What ``preds`` are, ``logits`` (or log-probabilities) or ``probs``.
         kwargs: Those of ``torchmetrics.Metric``.
 
-    Example:
+    Examples:
         >>> calibration = Calibration(num_classes=2, metrics=("brier", "ece"))
         >>> calibration.update(torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]]), torch.tensor([0, 0, 255]))
         >>> {name: round(float(value), 4) for name, value in calibration.compute().items()}

@@ -34,7 +34,7 @@ class Column:
 class Preset:
     """What one paper reports.
 
-    Example:
+    Examples:
         >>> PRESETS["rethinking"].bins, PRESETS["rethinking"].columns[2].options
         ((15, 50), {'num_bins': 50})
     """
@@ -55,9 +55,9 @@ class Preset:
         return (*names, *(BANDS if any(c.metric == "ba-ece" for c in self.columns) else ()))
 
     def compute(self, cases: Sequence[VoxelStatistics], metrics: Mapping[str, MetricSpec]) -> dict[str, Measure]:
-        """All columns that are reductions of statistics, by :attr:`Column.name`, from one statistics object a case.
+        """All columns that are reductions of statistics, by ``Column.name``, from one statistics object a case.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from segcal.metrics import METRICS
             >>> cases = [VoxelStatistics(2, bins=(10,)).update(torch.eye(2), torch.tensor([0, 1]))]
@@ -124,7 +124,7 @@ PRESETS: dict[str, Preset] = {
 def preset(id: str) -> Preset:
     """The preset of a paper.
 
-    Example:
+    Examples:
         >>> preset("crac").regions
         ('foreground',)
     """

@@ -19,7 +19,7 @@ class Reliability:
 
     ``correct`` counts right predictions for top-label reliability, voxels of the class for classwise reliability.
 
-    Example:
+    Examples:
         >>> r = Reliability(np.array([10, 0]), np.array([4.0, 0.0]), np.array([5, 0]))
         >>> r.mean_confidence, r.accuracy
         (array([0.4, nan]), array([0.5, nan]))
@@ -67,7 +67,7 @@ def reliability(
         predicted: Only voxels whose prediction is this class.
         probability_of: Bin the probability of this class over all voxels instead of the top label's.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([1, 0]))
         >>> reliability(stats).accuracy[-1]

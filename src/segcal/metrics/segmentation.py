@@ -25,7 +25,7 @@ def dice_per_class(
 ) -> NDArray[np.float64]:
     """``2 TP / (2 TP + FP + FN)`` of every class ``(C,)``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
         >>> dice_per_class(stats)
@@ -42,7 +42,7 @@ def dsc(
 
     ``background=False`` leaves class 0 out. ``count`` is the number of classes averaged.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
         >>> round(dsc(stats), 4), dsc(stats).count
@@ -54,7 +54,7 @@ def dsc(
 def volume_dice(stats: VoxelStatistics, *, region: Region = EVERYTHING, absent: Absent = "nan") -> Measure:
     """Volume Dice, ``dsc`` over the classes but the background, class 0 (Ding et al. 2021, F.10).
 
-    Example:
+    Examples:
         >>> import torch
         >>> volume_dice(VoxelStatistics(2).update(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1])))
         1.0
@@ -69,7 +69,7 @@ def miou(
 
     ``background=False`` leaves class 0 out. ``count`` is the number of classes averaged.
 
-    Example:
+    Examples:
         >>> import torch
         >>> miou(VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1])))
         0.5
@@ -81,7 +81,7 @@ def miou(
 def accuracy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """Share of voxels with the right label.
 
-    Example:
+    Examples:
         >>> import torch
         >>> accuracy(VoxelStatistics(2).update(torch.eye(2)[[0, 0, 1, 1]], torch.tensor([0, 0, 0, 1])))
         0.75
@@ -101,7 +101,7 @@ def flip(
     ``harmful`` from right to wrong, ``beneficial`` from wrong to right, ``neutral`` from wrong to wrong; of the voxels
     whose uncalibrated prediction was known. NaN where none was.
 
-    Example:
+    Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2)
         >>> _ = stats.update(torch.eye(2), torch.tensor([0, 0]), uncalibrated=torch.tensor([0, 0]))

@@ -10,7 +10,7 @@ surface voxel to the nearest surface voxel of the same class in the other segmen
 A class without surface in *one* of the two is infinitely far away: distances are inf and surface Dice is 0, as in
 DeepMind surface-distance and MONAI (whose Hausdorff percentile is NaN). Without surface in *both* it is undefined: NaN.
 
-Finding surfaces and distances is the expensive thing: :func:`surface_distances` does it once, all else reduces it.
+Finding surfaces and distances is the expensive thing: ``surface_distances`` does it once, all else reduces it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def surface_distances(
         ignore_index: The label that takes a voxel out, in both segmentations.
         mask: ``(N, *spatial)`` bool, True where the voxel counts.
 
-    Example:
+    Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0, 0]])
         >>> distances = surface_distances(torch.tensor([[0, 0, 0, 1, 1, 0]]), labels, 2, spacing=(2.0,))
         >>> distances.prediction_to_labels[0][1]
@@ -116,10 +116,10 @@ def hd95(distances: SurfaceDistances, *, absent: Absent = "nan") -> Tensor:
     (MedPy); quantiles interpolate linearly. Huttenlocher et al., "Comparing images using the Hausdorff distance", 1993.
 
     Args:
-        distances: From :func:`surface_distances`.
+        distances: From ``surface_distances``.
         absent: A class without surface in both segmentations is NaN, or with ``"one"`` a perfect score: 0.
 
-    Example:
+    Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
         >>> hd95(surface_distances(labels.roll(1, 1), labels, 3))
         tensor([[0.9000, 0.9500,    nan]], dtype=torch.float64)
@@ -134,10 +134,10 @@ def asd(distances: SurfaceDistances, *, absent: Absent = "nan") -> Tensor:
     methods for liver segmentation from CT datasets", 2009; MONAI with ``symmetric=True``), not the mean of two means.
 
     Args:
-        distances: From :func:`surface_distances`.
+        distances: From ``surface_distances``.
         absent: A class without surface in both segmentations is NaN, or with ``"one"`` a perfect score: 0.
 
-    Example:
+    Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
         >>> asd(surface_distances(labels.roll(1, 1), labels, 3))
         tensor([[0.3333, 0.5000,    nan]], dtype=torch.float64)
@@ -152,11 +152,11 @@ def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent:
     radiotherapy", 2021, with surface voxels counted rather than surface areas (MONAI with ``use_subvoxels=False``).
 
     Args:
-        distances: From :func:`surface_distances`.
+        distances: From ``surface_distances``.
         tolerance: Largest distance that counts as agreement: voxels, or the unit of the spacing.
         absent: A class without surface in both segmentations is NaN, or with ``"one"`` a perfect score: 1.
 
-    Example:
+    Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
         >>> surface_dice(surface_distances(labels.roll(1, 1), labels, 3), tolerance=0.0)
         tensor([[0.6667, 0.5000,    nan]], dtype=torch.float64)
@@ -179,7 +179,7 @@ def class_mean(values: Tensor) -> Measure:
     Distances are infinite where a class is in one segmentation only, and one such class would hide all others: they are
     left out, and ``count`` says how many classes remain. Surface Dice is 0 there and stays in.
 
-    Example:
+    Examples:
         >>> values = torch.tensor([[9.0, 1.0, torch.inf, 2.0, torch.nan]])
         >>> class_mean(values), class_mean(values).count
         (1.5, 2)

@@ -1,7 +1,7 @@
 """Pictures of calibration; needs the extra ``plots`` (matplotlib), which is imported when the first one is drawn.
 
 Every function draws on ``figure`` (a matplotlib figure or subfigure, best made with ``layout="constrained"``) or on a
-new one, and returns the whole figure; :func:`save` writes it. Neither pyplot nor rcParams are touched.
+new one, and returns the whole figure; ``save`` writes it. Neither pyplot nor rcParams are touched.
 
 Vermillion is overconfident and blue underconfident in all of them.
 """

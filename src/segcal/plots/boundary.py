@@ -39,7 +39,7 @@ class BoundaryProfile:
         confidence: Sum of the confidences.
         distance: Sum of the distances that are finite.
 
-    Example:
+    Examples:
         >>> from segcal.regions import boundary_distance
         >>> labels = torch.tensor([[0, 0, 0, 1]])
         >>> logits = torch.tensor([[[2.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]]])
@@ -66,7 +66,7 @@ class BoundaryProfile:
         Args:
             logits: Logits or log-probabilities ``(N, C, *spatial)``.
             labels: Integers ``(N, *spatial)``.
-            distance: Distance to the boundary ``(N, *spatial)``, as of :func:`segcal.regions.boundary_distance`.
+            distance: Distance to the boundary ``(N, *spatial)``, as of ``segcal.regions.boundary_distance``.
             ignore_index: Voxels with this label do not count.
             mask: ``(N, *spatial)`` bool, True where a voxel counts.
         """
@@ -148,7 +148,7 @@ def boundary_curve(
         title: What is shown.
         figure: A figure or subfigure to draw on; a new one by default.
 
-    Example:
+    Examples:
         >>> from segcal.regions import boundary_distance
         >>> from segcal.synthetic import demo_scenes
         >>> profile = BoundaryProfile()

@@ -49,7 +49,7 @@ def class_colours(num_classes: int) -> tuple[str, ...]:
     of normal, red-blind and green-blind vision sees the least difference. Beyond about 20 classes no palette is safe
     for everyone.
 
-    Example:
+    Examples:
         >>> class_colours(3), class_colours(30)[:3] == class_colours(3)
         (('#30363D', '#E69F00', '#56B4E9'), True)
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def reliability_figures(results: Results) -> Iterator[tuple[str, Figure]]:
     """Two named figures for every region: a diagram of the top label with its bootstrap band, and one per class.
 
-    Example:
+    Examples:
         >>> import segcal
         >>> results = segcal.evaluate(segcal.synthetic.scenes(2, size=(32, 40)), metrics=("ece",))
         >>> [name for name, figure in reliability_figures(results)]
@@ -33,7 +33,7 @@ def reliability_figures(results: Results) -> Iterator[tuple[str, Figure]]:
 
 
 def _reliability(bins: Mapping[str, Sequence[float]]) -> Reliability:
-    """What :meth:`Results.to_json` keeps, as arrays again."""
+    """What ``Results.to_json`` keeps, as arrays again."""
     return Reliability(
         np.array(bins["count"], np.int64),
         np.array(bins["confidence"], np.float64),

@@ -38,7 +38,7 @@ def local_reliability(
     """An image with random patches coloured by their ECE, and diagrams of the whole, the best and the worst patch.
 
     The bars, in the same colours, are the local ECEs in order; their mean and maximum are Local-Avg and Local-Max.
-    Patches are those of :func:`segcal.regions.local_patches`. In a volume they are boxes: those that cross the slice on
+    Patches are those of ``segcal.regions.local_patches``. In a volume they are boxes: those that cross the slice on
     show are outlined, by default the middle slice of the worst. Patches without valid voxels are left out.
 
     Args:
@@ -53,7 +53,7 @@ def local_reliability(
         title: What is shown; by default the name of the case.
         figure: A figure or subfigure to draw on; a new one by default.
 
-    Example:
+    Examples:
         >>> from segcal.synthetic import demo_scenes
         >>> figure = local_reliability(demo_scenes()[0][0], size=40)
     """

@@ -38,7 +38,7 @@ class LogitHistogram:
         margin: ``(C, bins)``: ``z_k - max of the other logits`` at voxels labelled k; negative where predicted wrong.
         magnitude: ``(C, C)``: sum of ``|z_k|`` over the voxels of each label (rows).
 
-    Example:
+    Examples:
         >>> histogram = LogitHistogram(2).update(torch.tensor([[3.0, 1.0], [0.0, 2.0]]), torch.tensor([0, 0]))
         >>> histogram.mean_magnitude[0], histogram.own.sum(1)
         (array([1.5, 1.5]), array([2, 0]))
@@ -129,7 +129,7 @@ def logit_magnitudes(
         title: What is shown.
         figure: A figure or subfigure to draw on; a new one by default.
 
-    Example:
+    Examples:
         >>> from segcal.synthetic import demo_scenes
         >>> case = demo_scenes()[0][0]
         >>> figure = logit_magnitudes(LogitHistogram(6).update(case.logits, case.labels))

@@ -44,14 +44,14 @@ def reliability_diagram(
 
     Args:
         parts: Reliability of the whole set, or one per case. With two cases or more, a band shows the 95% bootstrap
-            interval over cases (:func:`bootstrap_band`).
+            interval over cases (``bootstrap_band``).
         before: The same before calibration, drawn as a dashed line.
         title: What is shown.
         replicates: Bootstrap replicates.
         seed: Seed of the bootstrap.
         figure: A figure or subfigure to draw on; a new one by default.
 
-    Example:
+    Examples:
         >>> from segcal.metrics.reliability import reliability
         >>> from segcal.statistics import VoxelStatistics
         >>> from segcal.synthetic import demo_scenes
@@ -106,7 +106,7 @@ def classwise_diagram(
         title: What is shown.
         figure: A figure or subfigure to draw on; a new one by default.
 
-    Example:
+    Examples:
         >>> from segcal.metrics.reliability import reliability
         >>> from segcal.statistics import VoxelStatistics
         >>> from segcal.synthetic import demo_scenes
@@ -155,7 +155,7 @@ def bootstrap_band(parts: Sequence[Reliability], *, replicates: int = 2000, seed
     Cases, not voxels, are drawn, as voxels of one case are anything but independent. A bin that no case fills is NaN;
     replicates in which a bin is empty say nothing of it. Memory is O(cases x bins + replicates x bins).
 
-    Example:
+    Examples:
         >>> case = Reliability(np.array([0, 4]), np.array([0.0, 3.0]), np.array([0, 2]))
         >>> bootstrap_band([case, case])
         (array([nan, 0.5]), array([nan, 0.5]))
@@ -184,7 +184,7 @@ def bootstrap_band(parts: Sequence[Reliability], *, replicates: int = 2000, seed
 def pool(parts: Sequence[Reliability]) -> Reliability:
     """The reliability of all parts together.
 
-    Example:
+    Examples:
         >>> part = Reliability(np.array([2]), np.array([1.5]), np.array([1]))
         >>> pool([part, part]).count
         array([4])
@@ -196,7 +196,7 @@ def pool(parts: Sequence[Reliability]) -> Reliability:
 def ece(part: Reliability) -> float:
     """``sum_b |correct_b - confidence_b| / n``, NaN without voxels.
 
-    Example:
+    Examples:
         >>> ece(Reliability(np.array([4, 4]), np.array([1.0, 3.0]), np.array([2, 3])))
         0.125
     """

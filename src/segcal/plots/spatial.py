@@ -53,7 +53,7 @@ def spatial_maps(
         title: What is shown; by default the name of the case, and the slice.
         figure: A figure or subfigure to draw on; a new one by default.
 
-    Example:
+    Examples:
         >>> from segcal.synthetic import demo_scenes
         >>> images, volumes = demo_scenes()
         >>> figure = spatial_maps(volumes[0], class_names=volumes.class_names)

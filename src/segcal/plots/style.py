@@ -53,7 +53,7 @@ def root(figure: FigureBase) -> Figure:
 def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
     """Write a figure as PNG, SVG or PDF, by the extension; it appears once complete, or not at all.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from matplotlib.figure import Figure
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def shortened(name: str, length: int = 20) -> str:
 def share(part: float, whole: float) -> str:
     """A percentage in words that never claims nothing or all when it is not.
 
-    Example:
+    Examples:
         >>> share(1, 8), share(1, 10**6), share(999_999, 10**6), share(0, 0)
         ('12.5%', '<0.1%', '>99.9%', 'none')
     """
@@ -144,7 +144,7 @@ def share(part: float, whole: float) -> str:
 def short_count(count: int) -> str:
     """A count in a few characters.
 
-    Example:
+    Examples:
         >>> [short_count(n) for n in (812, 45_600, 10_368_000)]
         ['812', '45.6k', '10.4M']
     """

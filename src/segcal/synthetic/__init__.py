@@ -80,7 +80,7 @@ def scenes(
         ignored: Share of the voxels labelled 255, in patches.
         class_names: One for each class.
 
-    Example:
+    Examples:
         >>> import torch
         >>> cases = scenes(100, size=(32, 40), plant=[Temperature(2.0), GaugeOffsets(5.0)])
         >>> case = cases[7]
@@ -116,7 +116,7 @@ def scenes(
 def demo_scenes(seed: int = 0) -> tuple[CaseSet, CaseSet]:
     """The demo: 64 images (128 x 160, 6 classes) and 12 volumes (24 x 64 x 64, 4 classes) of an overconfident network.
 
-    Example:
+    Examples:
         >>> images, volumes = demo_scenes()
         >>> len(images), len(volumes), volumes.class_names
         (64, 12, ('matrix', 'body', 'fibre', 'speck'))
@@ -142,7 +142,7 @@ def demo_scenes(seed: int = 0) -> tuple[CaseSet, CaseSet]:
 def scene_of(case: Case) -> Scene:
     """Everything known of a synthetic case: the planted temperature field and the ensemble members, too.
 
-    Example:
+    Examples:
         >>> scene_of(scenes(1, size=(32, 40), plant=[Temperature(3.0)])[0]).temperature.unique()
         tensor([3.])
     """

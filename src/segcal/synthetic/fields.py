@@ -59,7 +59,7 @@ class Grid:
         return field
 
     def texture(self, rng: np.random.Generator, smoothness: float, count: int = 1) -> Array:
-        """As :meth:`noise`, but each field has mean 0 and variance 1 over the grid: for shapes of a known share."""
+        """As ``noise``, but each field has mean 0 and variance 1 over the grid: for shapes of a known share."""
         field = self.noise(rng, smoothness, count)
         dims = tuple(range(1, field.ndim))
         field -= field.mean(dims, keepdims=True)

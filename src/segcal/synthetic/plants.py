@@ -25,7 +25,7 @@ class Plant(Protocol):
     """A miscalibration."""
 
     def check(self, num_classes: int) -> None:
-        """Raise :class:`~segcal.errors.InputError` where the plant does not fit the number of classes."""
+        """Raise ``segcal.errors.InputError`` where the plant does not fit the number of classes."""
 
     def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
         """The faulty logits, and the temperature the logits were multiplied with (None for other faults).
@@ -38,7 +38,7 @@ class Plant(Protocol):
 class Temperature:
     """Global over- (T > 1) or underconfidence (T < 1): ``z' = T z``. ``ts`` recovers T.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> grid = Grid((8, 8), (1.0, 1.0))
         >>> Temperature(2.0).apply(np.ones((3, 8, 8)), grid, np.random.default_rng(0))[0].max()
@@ -105,7 +105,7 @@ class SpatialTemperature:
 class ClassAffine:
     """A scale and a bias per class: ``z' = (z - b) / a``. ``vs`` recovers a and b; the argmax may change.
 
-    The gauge of z enters the result, so it belongs before :class:`GaugeOffsets`.
+    The gauge of z enters the result, so it belongs before ``GaugeOffsets``.
     """
 
     scales: Sequence[float]

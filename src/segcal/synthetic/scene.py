@@ -45,9 +45,9 @@ class Scene:
 
 @dataclass(frozen=True)
 class SceneSpec:
-    """Everything that defines a family of scenes; :func:`segcal.synthetic.scenes` explains the fields.
+    """Everything that defines a family of scenes; ``segcal.synthetic.scenes`` explains the fields.
 
-    Example:
+    Examples:
         >>> scene = SceneSpec(size=(32, 40)).generate(3)
         >>> scene.posterior.shape, scene.labels.shape, scene.image.shape
         (torch.Size([6, 32, 40]), torch.Size([32, 40]), torch.Size([3, 32, 40]))
@@ -145,7 +145,7 @@ def draw_labels(
     Gumbel variables. Here ``G = -log(-log Phi(x))`` of a smooth field x that is N(0, 1) at every voxel, so labels
     change along organic lines, as an annotator's do. ``coherence=0`` draws every voxel independently.
 
-    Example:
+    Examples:
         >>> draw_labels(np.full((2, 1, 4), [[[0.0] * 4], [[1.0] * 4]]), 2.0, np.random.default_rng(0))
         array([[1, 1, 1, 1]])
     """

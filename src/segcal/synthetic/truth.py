@@ -16,7 +16,7 @@ from segcal.types import row_slices
 class TrueCalibrationError:
     """Sums over voxels; errors of parts add up to that of the whole. The means are NaN where there is no voxel.
 
-    Example:
+    Examples:
         >>> half = TrueCalibrationError(kl_sum=1.0, l1_sum=2.0, voxels=10)
         >>> (half + half).kl, (half + half).voxels
         (0.1, 20)
@@ -50,7 +50,7 @@ def true_calibration_error(log_probs: Tensor, posterior: Tensor, mask: Tensor | 
         posterior: ``p (N, C, *spatial)``.
         mask: ``(N, *spatial)`` bool, True = counts.
 
-    Example:
+    Examples:
         >>> import torch
         >>> p = torch.tensor([[0.5, 0.5]])
         >>> round(true_calibration_error(torch.tensor([[0.25, 0.75]]).log(), p).l1, 6)

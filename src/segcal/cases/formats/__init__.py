@@ -46,7 +46,7 @@ SUFFIXES = tuple(_READERS)
 def split_suffix(name: str) -> tuple[str, str] | None:
     """``scan.01.nii.gz`` to ``("scan.01", ".nii.gz")``; None for names of no known format.
 
-    Example:
+    Examples:
         >>> split_suffix("scan.01.nii.gz"), split_suffix("notes.txt")
         (('scan.01', '.nii.gz'), None)
     """

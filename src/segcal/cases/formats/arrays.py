@@ -35,7 +35,7 @@ class NpySink(ArraySink):
         npy_format.open_memmap(path, mode="w+", dtype=self.dtype, shape=self.shape)
 
     def write(self, index: Index, block: Array) -> None:
-        """Store a part; mapped anew each time for the reason given in :class:`NpyFile`."""
+        """Store a part; mapped anew each time for the reason given in ``NpyFile``."""
         npy_format.open_memmap(self.path, mode="r+")[index] = block
 
 

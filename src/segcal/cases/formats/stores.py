@@ -66,7 +66,7 @@ class ZarrFile(ArrayFile):
 
 
 class ZarrSink(ArraySink):
-    """Writes a sharded zarr v3 array. A shard holds as many rows as :meth:`Case.chunks` reads at once."""
+    """Writes a sharded zarr v3 array. A shard holds as many rows as ``Case.chunks`` reads at once."""
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike, row_axis: int) -> None:
         super().__init__(path, shape, dtype)
