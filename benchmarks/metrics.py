@@ -161,6 +161,7 @@ class Contender:
         self.seconds, self.extra, self.values = math.inf, 0.0, dict[str, float]()
 
     def go(self) -> None:
+        """Run once."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("go\n")
@@ -175,6 +176,7 @@ class Contender:
         self.values = found["values"]
 
     def end(self) -> None:
+        """Let the process go."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()

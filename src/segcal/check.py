@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found
 from segcal.cases.open import find_cases, missing_labels
 from segcal.errors import DataError, SegcalError
+from segcal.metrics import Measure, accuracy, entropy, nll
+from segcal.statistics import VoxelStatistics
 from segcal.types import row_slices
 
 T = TypeVar("T")
@@ -22,10 +25,7 @@ T = TypeVar("T")
 
 @dataclass
 class CheckReport:
-    """What a dataset holds, summed over all voxels of all cases that could be read; sums in float64, counts exact.
-
-    ``confidence``, ``correct``, ``nll`` and ``entropy`` are sums over the ``valid`` voxels.
-    """
+    """What a dataset holds, over all voxels of all cases that could be read."""
 
     root: str
     layout: str
@@ -41,33 +41,45 @@ class CheckReport:
     dtypes: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     spacings: Counter[tuple[float, ...] | None] = field(default_factory=Counter)
-    label_counts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    predicted_counts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    statistics: VoxelStatistics | None = None
     voxels: int = 0
     ignored: int = 0
     masked: int = 0
-    valid: int = 0
-    confidence: float = 0.0
-    correct: int = 0
-    nll: float = 0.0
-    entropy: float = 0.0
-    impossible: int = 0
     problems: list[SegcalError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def gap(self) -> float:
-        """Mean confidence minus accuracy: above 0 the network says more than it knows."""
-        return (self.confidence - self.correct) / self.valid if self.valid else float("nan")
+    def valid(self) -> int:
+        """Voxels that count."""
+        return self.statistics.count() if self.statistics else 0
 
     @property
-    def balance(self) -> float:
-        """NLL minus entropy, per voxel (LTS Definitions 4-6): above 0 overconfident, below 0 underconfident."""
-        return (self.nll - self.entropy) / self.valid if self.valid else float("nan")
+    def label_counts(self) -> list[int]:
+        """Valid voxels per class."""
+        return self.statistics.total().confusion.sum(1).tolist() if self.statistics else []
+
+    @property
+    def predicted_counts(self) -> list[int]:
+        """Valid voxels per predicted class."""
+        return self.statistics.total().confusion.sum(0).tolist() if self.statistics else []
+
+    def mean(self, metric: Callable[..., float]) -> float:
+        """A metric over all valid voxels, NaN where there are none."""
+        return float(metric(self.statistics)) if self.statistics else math.nan
+
+    @property
+    def confidence(self) -> float:
+        """Mean confidence."""
+        return self.mean(lambda stats: Measure.ratio(stats.total().top_confidence.sum(), stats.count()))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain JSON types."""
-        per_voxel = max(self.valid, 1)
+        glance = {
+            "accuracy": self.mean(accuracy),
+            "confidence": self.confidence,
+            "nll": self.mean(nll),
+            "entropy": self.mean(entropy),
+        }
         return {
             "root": self.root,
             "layout": self.layout,
@@ -83,16 +95,13 @@ class CheckReport:
             "dtypes": dict(self.dtypes),
             "formats": dict(self.formats),
             "spacings": [{"spacing": s, "cases": count} for s, count in self.spacings.most_common()],
-            "label_counts": self.label_counts.tolist(),
-            "predicted_counts": self.predicted_counts.tolist(),
+            "label_counts": self.label_counts,
+            "predicted_counts": self.predicted_counts,
             "voxels": self.voxels,
             "ignored": self.ignored,
             "masked": self.masked,
             "valid": self.valid,
-            "accuracy": self.correct / per_voxel if self.valid else None,
-            "confidence": self.confidence / per_voxel if self.valid else None,
-            "nll": self.nll / per_voxel if self.valid else None,
-            "entropy": self.entropy / per_voxel if self.valid else None,
+            **{name: value if math.isfinite(value) else None for name, value in glance.items()},
             "problems": [str(problem) for problem in self.problems],
             "notes": self.notes,
         }
@@ -137,9 +146,7 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
     report.dtypes[str(stored.file.dtype)] += 1
     report.formats[source.suffix] += 1
     report.spacings[source.spacing] += 1
-    if not len(report.label_counts):
-        report.label_counts = torch.zeros(source.num_classes, dtype=torch.int64)
-        report.predicted_counts = torch.zeros(source.num_classes, dtype=torch.int64)
+    report.statistics = report.statistics or VoxelStatistics(source.num_classes, (), classwise=False)
     failed: set[str] = set()
 
     def attempt(read: Callable[[slice], T], rows: slice) -> T | None:
@@ -163,42 +170,25 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
             failed.add("image")
             report.problems.append(DataError("NaN or infinite values", case=source.id, where="image"))
         if logits is not None and labels is not None:
-            prediction = _add_voxels(report, logits, labels, mask)
-            agreement.add(rows, prediction, labels)
+            _add_voxels(report, logits, labels, mask)
+            agreement.add(rows, logits, labels)
     if note := agreement.note():
         report.notes.append(note)
 
 
-def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Add the sums over one chunk; returns the prediction."""
+def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tensor | None) -> None:
+    assert report.statistics is not None
     ignored = labels == report.ignore_index
-    masked = torch.zeros_like(ignored) if mask is None else ~mask & ~ignored
-    valid = ~(ignored | masked)
-    log_probs = torch.log_softmax(logits, 1)
-    best, prediction = log_probs.max(1)
-    truth = torch.where(valid, labels, 0)
-    log_truth = log_probs.gather(1, truth[:, None])[:, 0]
-    possible = valid & torch.isfinite(log_truth)
-    # p log p -> 0 as p -> 0; NaN would come from 0 * -inf.
-    entropy = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(1)
     report.voxels += labels.numel()
     report.ignored += int(ignored.sum())
-    report.masked += int(masked.sum())
-    report.valid += int(valid.sum())
-    report.impossible += int((valid & ~possible).sum())
-    report.confidence += float(best.exp()[valid].sum(dtype=torch.float64))
-    report.correct += int((prediction == labels)[valid].sum())
-    report.nll -= float(log_truth[possible].sum(dtype=torch.float64))
-    report.entropy += float(entropy[valid].sum(dtype=torch.float64))
-    report.label_counts += torch.bincount(labels[valid], minlength=logits.shape[1])
-    report.predicted_counts += torch.bincount(prediction[valid], minlength=logits.shape[1])
+    report.masked += 0 if mask is None else int((~mask & ~ignored).sum())
+    report.statistics.update(logits, labels, ignore_index=report.ignore_index, mask=mask)
     if report.kind == "logits" and not report.multilabel and not report.notes:
         sums_to_one = bool((logits.min() >= 0) & ((logits.sum(1) - 1).abs().max() < 1e-3))
         if sums_to_one:
             report.notes.append(
                 "declared as logits, but all values are in [0, 1] and sum to 1: these look like probabilities (probs/)"
             )
-    return prediction
 
 
 class _Agreement:
@@ -209,9 +199,9 @@ class _Agreement:
         symmetric = source.spatial == source.spatial[::-1] and len(source.spatial) > 1
         self.maps = [torch.zeros(source.spatial, dtype=torch.int16) for _ in range(2)] if symmetric else None
 
-    def add(self, rows: slice, prediction: Tensor, labels: Tensor) -> None:
+    def add(self, rows: slice, logits: Tensor, labels: Tensor) -> None:
         if self.maps:
-            for whole, part in zip(self.maps, (prediction, labels), strict=True):
+            for whole, part in zip(self.maps, (logits[:1].argmax(1), labels), strict=True):
                 whole[rows] = part[0].to(torch.int16)
 
     def note(self) -> str | None:
@@ -229,13 +219,11 @@ class _Agreement:
 
 def _add_notes(report: CheckReport) -> None:
     if report.valid and not report.multilabel:
-        absent = [_name(report, k) for k, count in enumerate(report.label_counts.tolist()) if count == 0]
+        absent = [_name(report, k) for k, count in enumerate(report.label_counts) if count == 0]
         if absent:
             report.notes.append(f"never in the labels: {', '.join(absent)}")
-    if report.impossible:
-        report.notes.append(
-            f"{report.impossible} voxels carry a label whose score is -inf: an infinite NLL, left out of the mean"
-        )
+    if math.isinf(report.mean(nll)):
+        report.notes.append("some voxels carry a label whose score is -inf: the NLL is infinite")
     if report.cases and not report.valid and not report.problems:
         report.notes.append("no valid voxel: everything is ignored or masked")
     if any(len(shape) == 3 for shape in report.shapes) and None in report.spacings:

@@ -274,12 +274,16 @@ class VoxelStatistics:
             self._layout = self._layout._replace(atoms=self._layout.atoms + new)
             grown = zip(self._tally, self._zeros(len(new)), strict=True)
             self._tally = Tally(*(np.concatenate(pair) for pair in grown))
-        where = np.array([self._layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
         moved = layout.energy_shift - self._layout.energy_shift
         count = other.confusion.sum((1, 2))
         first, second = other.energy.T
         shifted = np.stack((first + count * moved, second + 2 * moved * first + count * moved**2), 1)
-        for mine, theirs in zip(self._tally, other._replace(energy=shifted), strict=True):
+        other = other._replace(energy=shifted)
+        if layout.atoms == self._layout.atoms:
+            self._tally.add(other)
+            return
+        where = np.array([self._layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
+        for mine, theirs in zip(self._tally, other, strict=True):
             mine[where] = mine[where] + theirs
 
     def _region_masks(self, labels: Tensor, regions: Mapping[str, Tensor] | Tensor | None) -> list[Tensor]:

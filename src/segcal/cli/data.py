@@ -16,6 +16,8 @@ from segcal.cases import open_cases, write_dataset
 from segcal.cases.open import find_cases
 from segcal.check import CheckReport, check
 from segcal.cli.console import out, progress
+from segcal.metrics import accuracy, confidence_balance, entropy, nll
+from segcal.metrics.diagnosis import verdict
 
 
 class Layout(str, Enum):
@@ -162,10 +164,11 @@ def show_check(report: CheckReport) -> None:
         masked = "masked or exterior" if report.layout == "nnunet" else "masked"
         facts.add_row(masked, f"{report.masked / report.voxels:.2%}")
     if report.valid:
-        facts.add_row("accuracy", f"{report.correct / report.valid:.4f}")
-        facts.add_row("confidence", f"{report.confidence / report.valid:.4f}")
-        facts.add_row("NLL, entropy", f"{report.nll / report.valid:.4f}, {report.entropy / report.valid:.4f}")
-        facts.add_row("at a glance", _verdict(report))
+        facts.add_row("accuracy", f"{report.mean(accuracy):.4f}")
+        facts.add_row("confidence", f"{report.confidence:.4f}")
+        facts.add_row("NLL, entropy", f"{report.mean(nll):.4f}, {report.mean(entropy):.4f}")
+        balance = report.mean(confidence_balance)
+        facts.add_row("at a glance", f"{verdict(balance)} (NLL - entropy = {balance:+.4f})")
     out.print(facts)
     if report.valid:
         out.print(_class_table(report))
@@ -182,20 +185,10 @@ def _class_table(report: CheckReport) -> Table:
     for column in ("class", "name", "labels", "predicted"):
         table.add_column(column, justify="left" if column == "name" else "right")
     names = ("outside", "inside") if report.multilabel else report.class_names
-    for index, (true, predicted) in enumerate(
-        zip(report.label_counts.tolist(), report.predicted_counts.tolist(), strict=True)
-    ):
+    for index, (true, predicted) in enumerate(zip(report.label_counts, report.predicted_counts, strict=True)):
         name = escape(names[index]) if names else ""
         table.add_row(str(index), name, f"{true / report.valid:.3%}", f"{predicted / report.valid:.3%}")
     return table
-
-
-def _verdict(report: CheckReport) -> str:
-    """Over- or underconfident in words; a gap below a tenth of a percent is called balanced."""
-    if abs(report.gap) < 1e-3:
-        return f"[green]balanced[/] (confidence - accuracy = {report.gap:+.4f}, NLL - entropy = {report.balance:+.4f})"
-    word = "overconfident" if report.gap > 0 else "underconfident"
-    return f"[yellow]{word}[/] (confidence - accuracy = {report.gap:+.4f}, NLL - entropy = {report.balance:+.4f})"
 
 
 def _counted(values: dict[str, int]) -> str:
