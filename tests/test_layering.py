@@ -17,7 +17,7 @@ LAYERS = [
     {"statistics", "regions", "solvers", "synthetic", "distributed"},
     {"metrics", "calibrators", "losses", "fusion", "maps"},
     {"plan", "plots", "check"},
-    {"training", "evaluate", "integrations"},
+    {"training", "evaluate", "apply", "integrations"},
     {"compare"},
     {"report"},
     {"cli"},

@@ -1,6 +1,7 @@
 """segcal makes the confidence of segmentation networks true."""
 
-from segcal import metrics, regions, scores, synthetic
+from segcal import calibrators, metrics, regions, scores, synthetic
+from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import CheckReport, check
 from segcal.errors import SegcalError
@@ -9,22 +10,26 @@ from segcal.metrics import METRICS
 from segcal.regions import REGIONS
 from segcal.results import Results
 from segcal.statistics import VoxelStatistics
-from segcal.types import Case, Chunk
+from segcal.types import Case, Chunk, FitReport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CALIBRATORS",
     "METRICS",
     "REGIONS",
     "Case",
     "CaseSet",
     "CheckReport",
     "Chunk",
+    "FitReport",
     "Results",
     "SegcalError",
     "VoxelStatistics",
+    "calibrators",
     "check",
     "evaluate",
+    "load",
     "metrics",
     "open_cases",
     "regions",

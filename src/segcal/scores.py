@@ -130,11 +130,27 @@ def pool(members: Iterable[Tensor], space: Kind) -> Tensor:
     return running.result()
 
 
+def keep_argmax(scores: Tensor, winner: Tensor) -> Tensor:
+    """Scores ``(N, C, *spatial)`` whose argmax is ``winner (N, *spatial)``, bit for bit.
+
+    For scores that went through a monotone map or a smaller type: rounding can make a tie of what was none, and a tie
+    goes to the first index. Whatever reaches the winner's value is put to the next smaller number, the rest stays.
+
+    Examples:
+        >>> keep_argmax(torch.tensor([[-1.0, -1.0, -9.0]]), torch.tensor([1])).argmax(1)
+        tensor([1])
+    """
+    winner = winner.unsqueeze(1)
+    best = scores.gather(1, winner)
+    below = torch.nextafter(best, torch.full_like(best, -torch.inf))
+    others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, winner, False)
+    return torch.where((scores >= best) & others, below, scores)
+
+
 def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits in a smaller type with the argmax of every voxel unchanged.
 
-    Rounding can turn a narrow lead into a tie that another class wins by its index; the winner then gets the next
-    larger value. Values the type cannot hold are an error, never an infinity.
+    Values the type cannot hold are an error, never an infinity.
 
     Examples:
         >>> z = torch.tensor([[1.0, 1.0001]])
@@ -151,13 +167,7 @@ def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
             expected=f"at most {torch.finfo(dtype).max:.6g}",
             fix="choose float32",
         )
-    winner = logits.argmax(1, keepdim=True)
-    lost = rounded.argmax(1, keepdim=True) != winner
-    if bool(lost.any()):
-        best = rounded.amax(1, keepdim=True)
-        above = torch.nextafter(best, torch.full_like(best, torch.inf))
-        rounded = rounded.scatter(1, winner, torch.where(lost, above, rounded.gather(1, winner)))
-    return rounded
+    return keep_argmax(rounded, logits.argmax(1))
 
 
 def free_energy(logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -49,6 +49,31 @@ class Chunk:
     logits: Tensor
     labels: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """How a fit went.
+
+    Attributes:
+        nll_before: Mean negative log-likelihood of the fit data before, in nats per voxel.
+        nll_after: The same after the fit; never above ``nll_before``.
+        converged: Whether the optimum was reached.
+        certificate: Norm of the (projected) gradient of the mean loss at the solution: 0 at an exact optimum.
+        iterations: Steps of the solver.
+        seconds: Wall-clock time.
+        voxels_used: Voxels the solution rests on.
+        notes: What the user should know: active bounds, fallbacks, starved classes.
+    """
+
+    nll_before: float
+    nll_after: float
+    converged: bool
+    certificate: float
+    iterations: int
+    seconds: float
+    voxels_used: int
+    notes: tuple[str, ...] = ()
 
 
 class Case:
@@ -146,11 +171,12 @@ class Case:
 
     def chunk(self, rows: slice) -> Chunk:
         """Some rows, ``slice(start, stop)``."""
-        return Chunk(rows, *(self._rows(name, rows) for name in ("logits", "labels", "mask")))  # type: ignore[arg-type]
+        return Chunk(rows, self.rows("logits", rows), self.rows("labels", rows), self.rows("mask", rows))
 
-    def _rows(self, name: str, rows: slice) -> Tensor | None:
+    def rows(self, name: Literal["logits", "labels", "mask"], rows: slice) -> Any:
+        """Some rows of one tensor; the mask may be None."""
         if name not in self._read:
-            return getattr(self.source, name)(rows)  # type: ignore[no-any-return]
+            return getattr(self.source, name)(rows)
         whole = self._read[name]
         return None if whole is None else whole.narrow(_ROW_AXIS[name], rows.start, rows.stop - rows.start)
 

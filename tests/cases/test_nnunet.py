@@ -8,7 +8,7 @@ from PIL import Image
 import segcal
 from datasets import labels, logits, nnunet, softmax
 from segcal.cases import OutputFolder, ScoreWriter
-from segcal.cases.nnunet import exterior
+from segcal.cases.nnunet import connected_to_border
 from segcal.errors import DataError
 
 
@@ -37,12 +37,12 @@ def test_padding_is_masked_and_nothing_else(tmp_path):
 def test_only_background_connected_to_the_border_is_exterior():
     background = np.zeros((7, 7), bool)
     background[0] = background[3, 3] = True
-    assert exterior(background).sum() == 7
-    assert exterior(np.zeros((4, 4), bool)).sum() == 0
-    assert exterior(np.ones((1, 4, 4), bool)).all()
+    assert connected_to_border(background).sum() == 7
+    assert connected_to_border(np.zeros((4, 4), bool)).sum() == 0
+    assert connected_to_border(np.ones((1, 4, 4), bool)).all()
     lonely = np.zeros((1, 5, 5), bool)
     lonely[0, 2, 2] = True
-    assert not exterior(lonely).any()
+    assert not connected_to_border(lonely).any()
 
 
 def test_cross_validation_results(tmp_path):
@@ -108,7 +108,7 @@ def test_two_dimensional_png_cases(tmp_path):
     without = segcal.open_cases(predictions, layout="nnunet", need_labels=False)[0]
     assert with_labels.shape == without.shape == (1, 3, 9, 7)
     output = OutputFolder(tmp_path / "out", settings={})
-    with ScoreWriter(output, "probs").scores(with_labels, np.float32) as sink:
+    with ScoreWriter(output, "probs").scores(with_labels) as sink:
         sink.write(slice(0, 9), with_labels.logits.log_softmax(1))
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npz")["probabilities"], p[:, None], atol=1e-6)
 
@@ -131,7 +131,7 @@ def test_written_scores_keep_nnunets_layout_and_sidecars(tmp_path):
     out = tmp_path / "out"
     writer = ScoreWriter(OutputFolder(out, settings={}), "probs")
     for case in segcal.open_cases(predictions, layout="nnunet", labels=str(truth)):
-        with writer.scores(case, np.float32) as sink:
+        with writer.scores(case) as sink:
             for chunk in case.chunks(values=500):
                 sink.write(chunk.rows, chunk.logits.log_softmax(1))
     for name in ("scan_000", "scan_001"):

@@ -168,7 +168,7 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
     options = {"axes": axes, "key": "network/logits" if format == "h5" else None}
     case = segcal.open_cases(tmp_path, **options)[0]
     writer = ScoreWriter(OutputFolder(tmp_path / "out", settings={}), "probs")
-    with writer.scores(case, np.float32) as sink:
+    with writer.scores(case) as sink:
         for chunk in case.chunks(values=300):
             sink.write(chunk.rows, chunk.logits.log_softmax(1))
     written = tmp_path / "out" / "probs" / f"a.{format}"
@@ -191,7 +191,7 @@ def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):
     case = segcal.open_cases(root, multilabel=True)[0]
     for kind, inverse in (("probs", lambda z: torch.from_numpy(z).sigmoid()), ("logits", torch.from_numpy)):
         writer = ScoreWriter(OutputFolder(tmp_path / kind, settings={}), kind)
-        with writer.scores(case, np.float32) as sink:
+        with writer.scores(case) as sink:
             sink.write(slice(0, 9), case.logits.log_softmax(1))
         written = torch.from_numpy(np.load(tmp_path / kind / kind / "case0.npy"))
         assert torch.allclose(written, inverse(logits(0, 1)), atol=1e-5)

@@ -27,7 +27,7 @@ def run(monkeypatch, capsys):
 def test_help_teaches_every_command(run):
     code, text, _ = run("--help")
     assert code == 0
-    for command in ("check", "evaluate", "pack", "scenes", "demo"):
+    for command in ("check", "evaluate", "fit", "apply", "pack", "scenes", "demo"):
         assert command in text
         assert "Example: segcal" in run(command, "--help")[1]
 
@@ -113,6 +113,25 @@ def test_evaluate_presets_json_and_mistakes(run, tmp_path):
         assert (code, text) == (1, "")
         assert says in error
     assert not (tmp_path / "r.json").exists()
+
+
+def test_fit_evaluate_and_apply(run, tmp_path):
+    root = plain(tmp_path / "in", count=6, shape=(20, 24))
+    cal = tmp_path / "cal.safetensors"
+    code, text, error = run("fit", root, "-o", cal)
+    assert (code, error) == (0, "")
+    for word in ("ts: converged", "2 held-out cases", "before", "after", "flip"):
+        assert word in text
+    report = json.loads(run("fit", root, "-o", cal, "--test", "0", "--json")[1])
+    assert report["fit"]["nll_after"] <= report["fit"]["nll_before"]
+    assert "overconfident" not in run("evaluate", root, "--calibrator", cal)[1]
+    code, text, _ = run("apply", cal, root, "-o", tmp_path / "out", "--confidence")
+    assert code == 0
+    assert "6 cases written" in text
+    assert "every label kept" in text
+    assert "is not empty" in run("apply", cal, root, "-o", tmp_path / "out")[2]
+    assert "6 were finished already" in run("apply", cal, root, "-o", tmp_path / "out", "--resume")[1]
+    assert "method is 'nope'" in run("fit", root, "-o", cal, "--method", "nope")[2]
 
 
 def test_errors_go_to_standard_error_without_a_traceback(run, tmp_path):

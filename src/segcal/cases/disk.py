@@ -13,7 +13,7 @@ from torch import Tensor
 from segcal.cases.config import DatasetConfig
 from segcal.cases.formats import Array, ArrayFile, Geometry, open_array, split_suffix
 from segcal.cases.layout import CaseFiles
-from segcal.cases.nnunet import exterior
+from segcal.cases.nnunet import connected_to_border
 from segcal.errors import DataError, SegcalError
 from segcal.scores import Pool, canonical_logits, pool
 from segcal.types import row_slices
@@ -242,12 +242,16 @@ class DiskCase:
         if self.files.mask is not None:
             user = self._extra(self.files.mask, 0, ("mask",)).read(rows)
             masks.append(user != 0)
-        if self.config.exterior == "mask":
-            masks.append(~self._exterior()[rows])
+        if (outside := self.exterior(rows)) is not None:
+            masks.append(~outside)
         if not masks:
             return None
         mask = torch.from_numpy(np.ascontiguousarray(np.logical_and.reduce(masks)))
         return mask.expand(self.batch, *mask.shape)
+
+    def exterior(self, rows: slice) -> Array | None:
+        """nnU-Net's padding in some rows, where it is to be masked."""
+        return self._exterior()[rows] if self.config.exterior == "mask" else None
 
     def _exterior(self) -> Array:
         if not hasattr(self, "_outside"):
@@ -259,7 +263,7 @@ class DiskCase:
                     # Softmax padding is (1, 0, ..., 0); sigmoid channels have no background channel and are all 0.
                     background[rows] &= (scores[0] == (0 if self.multilabel else 1)) & (scores[1:] == 0).all(0)
                 self._forget(member)
-            self._outside = exterior(background)
+            self._outside = connected_to_border(background)
         return self._outside
 
     def image(self, rows: slice) -> Tensor | None:

@@ -47,14 +47,14 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
     return attach(Found(config, cases, tuple(item.name for item in members), problems), root)
 
 
-def exterior(background: Array) -> Array:
+def connected_to_border(background: Array) -> Array:
     """Which of the exact one-hot background voxels are the padded exterior: those connected to the border.
 
     Args:
         background: ``(*spatial)`` bool, True where the scores are exactly (1, 0, ..., 0).
 
     Examples:
-        >>> exterior(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum()
+        >>> connected_to_border(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum()
         np.int64(8)
     """
     pieces, _ = ndimage.label(background)

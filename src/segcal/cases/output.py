@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
@@ -19,9 +20,11 @@ from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Array, ArraySink, Geometry, Index, create_array, open_array
 from segcal.errors import OutputError, SegcalError
 from segcal.files import atomic_path
+from segcal.scores import keep_argmax
 from segcal.types import Case, Kind
 
 JOURNAL = ".segcal-journal.jsonl"
+_NUMPY: dict[torch.dtype, DTypeLike] = {torch.float16: np.float16, torch.float32: np.float32}
 # What nnU-Net's own tools want beside the npz files; copied as bytes, never opened.
 _NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "predict_from_raw_data_args.json")
 
@@ -141,7 +144,7 @@ class ScoreWriter:
         return name if case.source.config.layout == "nnunet" else f"{self.kind}/{name}"
 
     @contextmanager
-    def scores(self, case: Case, dtype: DTypeLike) -> Iterator[OrientedSink]:
+    def scores(self, case: Case, dtype: torch.dtype = torch.float32) -> Iterator[OrientedSink]:
         """Write the log-probabilities ``(N, C, *spatial)`` of a case, rows at a time, as the declared kind."""
         source = case.source
         shape: tuple[int, ...] = (source.num_classes, *source.spatial)
@@ -157,9 +160,10 @@ class ScoreWriter:
                 self._copy_sidecars(source)
         axis = len(shape) - 1 if reverse else 1 + squeeze
         with self.output.array(
-            self.path(case), shape, dtype, case=case, row_axis=axis, key=key, geometry=geometry
+            self.path(case), shape, _NUMPY[dtype], case=case, row_axis=axis, key=key, geometry=geometry
         ) as sink:
-            yield OrientedSink(sink, self.kind, multilabel, len(shape), axis, reverse, squeeze)
+            disk = source if isinstance(source, DiskCase) else None
+            yield OrientedSink(sink, disk, self.kind, dtype, multilabel, len(shape), axis, reverse, squeeze)
 
     def _copy_sidecars(self, source: DiskCase) -> None:
         folder = source.files.members[0].parent
@@ -177,7 +181,9 @@ class OrientedSink:
     """Takes log-probabilities ``(N, C, rows, ...)`` and stores them in the kind, channels and axes of the file."""
 
     sink: VerifiedSink
+    source: DiskCase | None
     kind: Kind
+    dtype: torch.dtype
     multilabel: bool
     rank: int
     axis: int
@@ -185,11 +191,21 @@ class OrientedSink:
     squeeze: bool
 
     def write(self, rows: slice, log_probs: Tensor) -> None:
-        """Store some rows."""
+        """Store some rows; the argmax of every voxel survives the exponential and the rounding."""
+        winner = log_probs.argmax(1)
         if self.multilabel:
-            scores = log_probs[:, 1].exp() if self.kind == "probs" else log_probs[:, 1] - log_probs[:, 0]
+            lead = log_probs[:, 1] - log_probs[:, 0]
+            scores = (lead.sigmoid() if self.kind == "probs" else lead).to(self.dtype)
+            middle = torch.full_like(scores, 0.5 if self.kind == "probs" else 0.0)
+            above = torch.nextafter(middle, torch.ones_like(middle))
+            scores = torch.where(winner == 1, torch.maximum(scores, above), torch.minimum(scores, middle))
         else:
-            scores = log_probs[0].exp() if self.kind == "probs" else log_probs[0]
+            mapped = log_probs.exp() if self.kind == "probs" else log_probs
+            scores = keep_argmax(mapped.to(self.dtype), winner)[0]
+        if self.source is not None and self.kind == "probs" and (outside := self.source.exterior(rows)) is not None:
+            # Padding stays exactly that, so that whoever reads the file can still tell.
+            scores[:, torch.from_numpy(outside)] = 0
+            scores[0, torch.from_numpy(outside)] = 0 if self.multilabel else 1
         block = scores.cpu().numpy()
         if self.reverse:
             block = block.transpose(0, *reversed(range(1, block.ndim)))

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from segcal.calibrators import load
 from segcal.cases import open_cases
 from segcal.cli.console import out, progress
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
@@ -24,6 +25,7 @@ def evaluate_command(
     data: Data,
     layout: LayoutOption = None,
     labels: LabelsOption = None,
+    calibrator: Annotated[Path | None, typer.Option(help="Evaluate through this calibrator (segcal fit).")] = None,
     metrics: Annotated[
         str, typer.Option(help="Comma-separated ids, with options as in 'ece[num_bins=50]', or 'all'.")
     ] = ",".join(DEFAULT_METRICS),
@@ -48,9 +50,12 @@ def evaluate_command(
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
     cases = open_cases(data, **declared(layout, labels))
+    fitted = load(calibrator) if calibrator else None
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(_split_metrics(metrics))
     with progress("evaluating", len(cases)) as step:
-        results = evaluate(cases, metrics=columns, regions=_split(regions), workers=workers, seed=seed, progress=step)
+        results = evaluate(
+            cases, fitted, metrics=columns, regions=_split(regions), workers=workers, seed=seed, progress=step
+        )
     if output:
         results.to_json(output)
     if csv:
@@ -59,7 +64,7 @@ def evaluate_command(
         _draw(results, plots)
     if maps:
         with progress("mapping", len(cases)) as step:
-            write_maps(cases, maps, progress=step)
+            write_maps(cases, maps, calibrator=fitted, progress=step)
     if as_json:
         out.print_json(results.to_json())
     else:

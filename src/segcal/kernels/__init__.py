@@ -82,7 +82,6 @@ def _rough_energy(voxels: Voxels) -> float:
     if voxels.labels.numel() == 0:
         return 0.0
     corner = (slice(0, 1), slice(None)) + (slice(0, 1),) * (voxels.logits.ndim - 2)
-    first = voxels.logits[corner].detach()
-    first = first.to("cpu", torch.float64)
-    energy = float(torch.logsumexp(first if voxels.score_map is None else voxels.score_map(first), 1).squeeze())
+    first = voxels.logits[corner].detach().to("cpu", torch.float64)
+    energy = float((first if voxels.score_map is None else voxels.score_map(first)).amax())
     return energy if math.isfinite(energy) else 0.0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,11 +73,8 @@ def tally(voxels: Voxels, threads: int) -> Tally:
                 return out, piece.offset + bad
         return out, -1
 
-    if workers == 1:
-        results = [work(0)]
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            results = list(pool.map(work, range(workers)))
+    others = [_pool(workers - 1).submit(work, turn) for turn in range(1, workers)]
+    results = [work(0), *(other.result() for other in others)]
     bad = [flat for _, flat in results if flat >= 0]
     if bad:
         raise voxels.bad_voxel(min(bad))
@@ -85,6 +83,18 @@ def tally(voxels: Voxels, threads: int) -> Tally:
         total.add(part)
     _complete(total)
     return total
+
+
+# Threads are kept: waiting for a new one to start takes as long as a small image where the cores are busy.
+_POOLS: dict[int, ThreadPoolExecutor] = {}
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_POOLS.clear)
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    if threads not in _POOLS:
+        _POOLS.setdefault(threads, ThreadPoolExecutor(threads, "segcal"))
+    return _POOLS[threads]
 
 
 def _flat(voxels: Voxels, tensor: Tensor | None, piece: Piece, dtype: type[np.generic]) -> NDArray[Any]:

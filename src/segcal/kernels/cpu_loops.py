@@ -17,7 +17,7 @@ BLOCK = 1024
 
 def _compiled(*fastmath: str) -> Any:
     # With numpy's error model a division does not branch on zero, which would keep loops from being vectorised.
-    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
 
     def decorate(function: Any) -> Any:
         try:

@@ -248,7 +248,7 @@ def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
         return float(np.abs(idct(spectrum * np.exp(-0.5 * (width * frequencies) ** 2), norm="ortho")).sum())
 
     low, high = 0.0, 1.0  # smoothed(width) - width falls from >= 0 at 0 to <= 0 at 1
-    for _ in range(40):
+    for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if smoothed(middle) > middle else (low, middle)
     return Measure(smoothed((low + high) / 2), count)

@@ -1,0 +1,28 @@
+"""Post-hoc calibrators, and their registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from segcal.calibrators import base
+from segcal.calibrators.base import Calibrator
+from segcal.calibrators.temperature import TemperatureScaling
+
+__all__ = ["CALIBRATORS", "Calibrator", "TemperatureScaling", "load"]
+
+#: Calibrator id to class, as METHODS.md section 2 names them.
+CALIBRATORS: dict[str, type[Calibrator]] = {cls.id: cls for cls in (TemperatureScaling,)}
+
+
+def load(path: str | Path) -> Calibrator:
+    """Read a calibrator that ``Calibrator.save`` wrote.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> calibrator = TemperatureScaling().fit(torch.randn(500, 3), torch.randint(0, 3, (500,)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     calibrator.save(f"{folder}/cal.safetensors")
+        ...     load(f"{folder}/cal.safetensors").temperature == calibrator.temperature
+        True
+    """
+    return base.load(path, CALIBRATORS)

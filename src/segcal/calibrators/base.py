@@ -1,0 +1,204 @@
+"""What every calibrator is: a module from logits to log-probabilities that is fitted, saved and loaded alike."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from segcal.calibrators.storage import read_calibrator, write_calibrator
+from segcal.cases import CaseRef, CaseSet
+from segcal.errors import InputError, SegcalError
+from segcal.kernels import AffineMap
+from segcal.scores import keep_argmax
+from segcal.types import Case, FitReport
+
+Preserves = Literal["order", "argmax"]
+
+
+class Fitted(NamedTuple):
+    """What a subclass reports of its fit; the base class adds the time it took."""
+
+    nll_before: float
+    nll_after: float
+    converged: bool
+    certificate: float
+    iterations: int
+    voxels_used: int
+    notes: Sequence[str] = ()
+
+
+class Calibrator(nn.Module, ABC):
+    """A map from logits ``(N, C, *spatial)`` to calibrated log-probabilities of the same shape, dtype and device.
+
+    Subclasses say what they guarantee: ``translation_invariant`` (unchanged by ``z + c(v)``), ``preserves`` (the
+    ``"order"`` of the classes, their ``"argmax"``, or None), ``spatial`` (whether neighbours matter to a voxel).
+    """
+
+    id: ClassVar[str]
+    translation_invariant: ClassVar[bool]
+    preserves: ClassVar[Preserves | None]
+    spatial: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_classes: int | None = None
+        self.class_names: tuple[str, ...] | None = None
+        self.fit_report: FitReport | None = None
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _fit(self, cases: CaseSet, seed: int) -> Fitted:
+        """Set the parameters from the cases, starting at the identity."""
+
+    def fit(
+        self,
+        data: CaseSet | Tensor,
+        labels: Tensor | None = None,
+        *,
+        ignore_index: int = 255,
+        mask: Tensor | None = None,
+        seed: int = 0,
+    ) -> Calibrator:
+        """Fit to cases, or to logits and labels. Returns self; if it raises, the calibrator is as it was before.
+
+        Args:
+            data: A case set, which is streamed, or logits ``(N, C, *spatial)`` or ``(N, C)``.
+            labels: ``(N, *spatial)``, with logits.
+            ignore_index: Label of voxels that do not count, with logits.
+            mask: ``(N, *spatial)`` bool, True where a voxel counts, with logits.
+            seed: Of the sample that gives the solver its start.
+        """
+        if isinstance(data, CaseSet) == (labels is not None):
+            problem = "labels come with cases" if labels is not None else "logits come without labels"
+            raise InputError(problem, expected="fit(cases) or fit(logits, labels)")
+        cases = data if isinstance(data, CaseSet) else _tensors_as_cases(data, labels, ignore_index, mask)
+        if not len(cases):
+            raise InputError("no cases to fit to", expected="at least one")
+        started = time.perf_counter()
+        trial = copy.deepcopy(self)
+        trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
+        found = trial._fit(cases, seed)
+        trial.fit_report = FitReport(
+            **{**found._asdict(), "notes": tuple(found.notes)}, seconds=time.perf_counter() - started
+        )
+        self.__dict__.update(trial.__dict__)
+        return self
+
+    # -- applying ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Calibrated scores, up to a constant per voxel, of logits ``(N, C, *spatial)`` in float32 or float64."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Calibrated log-probabilities, in the dtype and on the device of the input."""
+        if self.num_classes is None:
+            raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
+        if logits.ndim < 2 or logits.shape[1] != self.num_classes:
+            raise InputError(
+                f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"
+            )
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        log_probs = self._scores(exact).log_softmax(1).to(logits.dtype)
+        return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
+
+    def predict_proba(self, logits: Tensor) -> Tensor:
+        """Calibrated probabilities."""
+        probabilities: Tensor = self(logits).exp()
+        return probabilities
+
+    def predict(self, logits: Tensor) -> Tensor:
+        """The label map ``(N, *spatial)``: the input's argmax, exactly, for calibrators that preserve it."""
+        return (logits if self.preserves else self(logits)).argmax(1)
+
+    @property
+    def score_map(self) -> AffineMap | None:
+        """The map as an affine one, where it is: evaluation then applies it without materialising its output."""
+        return None
+
+    # -- keeping -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with all there is to know; ``segcal.load`` reads it."""
+        if self.num_classes is None:
+            raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
+        write_calibrator(
+            Path(path),
+            {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()},
+            id=self.id,
+            arguments=self.arguments(),
+            num_classes=self.num_classes,
+            class_names=self.class_names,
+            fit_report=self.fit_report,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments, JSON-able."""
+        return {}
+
+
+def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
+    """Read a calibrator that was saved, checking everything; nothing is unpickled."""
+    stored = read_calibrator(Path(path), tuple(calibrators))
+    calibrator = calibrators[stored.id](**stored.arguments)
+    wanted = {name: tuple(tensor.shape) for name, tensor in calibrator.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
+    if wanted != found:
+        raise InputError(f"holds the tensors {found}", where=str(path), expected=f"{wanted} for '{stored.id}'")
+    calibrator.load_state_dict(stored.tensors)
+    calibrator.num_classes, calibrator.class_names = stored.num_classes, stored.class_names
+    calibrator.fit_report = stored.fit_report
+    return calibrator
+
+
+def _tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> CaseSet:
+    assert labels is not None
+    if logits.ndim < 2 or logits.shape[1] < 2 or not logits.is_floating_point():
+        raise InputError(
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
+            expected="(N, C, *spatial), floating point, at least two classes",
+        )
+    like = (logits.shape[0], *logits.shape[2:])
+    for name, tensor in (("labels", labels), ("mask", mask)):
+        if tensor is not None and tuple(tensor.shape) != like:
+            raise InputError(f"{name} have shape {tuple(tensor.shape)}", expected=f"{like} for these logits")
+    if logits.ndim == 2:  # (N, C) is a row of N voxels
+        logits, labels = logits.T[None], labels[None]
+        mask = None if mask is None else mask[None]
+    source = _TensorSource(logits.detach(), labels, mask, ignore_index)
+    return CaseSet([CaseRef(source.id, lambda: Case(source))], num_classes=logits.shape[1], ignore_index=ignore_index)
+
+
+class _TensorSource:
+    """Tensors as a case."""
+
+    id, sliceable = "tensors", True
+    spacing: tuple[float, ...] | None = None
+
+    def __init__(self, logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int) -> None:
+        self.batch, self.num_classes, *spatial = logits.shape
+        self.spatial, self.ignore_index = tuple(spatial), ignore_index
+        self._logits, self._labels, self._mask = logits, labels, mask
+
+    def logits(self, rows: slice) -> Tensor:
+        return self._logits[:, :, rows]
+
+    def labels(self, rows: slice) -> Tensor:
+        return self._labels[:, rows]
+
+    def mask(self, rows: slice) -> Tensor | None:
+        return None if self._mask is None else self._mask[:, rows]
+
+    def image(self, rows: slice) -> None:
+        return None
+
+    def posterior(self, rows: slice) -> None:
+        return None
