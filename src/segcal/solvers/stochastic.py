@@ -1,0 +1,181 @@
+"""Adam with early stopping, for functions that are not convex and for comparison with those who use it on all."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from segcal.errors import InputError
+from segcal.solvers.solution import refuse_start
+
+Batch = TypeVar("Batch")
+
+# Relative: a validation objective that falls by less than this does not keep the training going.
+_IMPROVEMENT = 1e-5
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of a training's history.
+
+    Attributes:
+        loss: Mean loss of the batches while training; NaN in the first entry, which is the start.
+        validation: The validation objective afterwards.
+        rate: The learning rate of the epoch.
+        skipped: Batches whose loss or gradient was not finite, and which were therefore left out.
+    """
+
+    loss: float
+    validation: float
+    rate: float
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """The outcome of ``adam``; the module it trained holds the best state.
+
+    Attributes:
+        objective: The lowest validation objective, which is that of the state kept.
+        converged: True where the validation objective stopped falling; there is no certificate of a minimum.
+        best: The epoch of the state kept; 0 is the start.
+        iterations: Steps of the optimiser.
+        message: The outcome in words.
+        history: The start and every epoch.
+    """
+
+    objective: float
+    converged: bool
+    best: int
+    iterations: int
+    message: str
+    history: tuple[Epoch, ...]
+
+
+def adam(
+    module: nn.Module,
+    loss: Callable[[Batch], Tensor],
+    batches: Callable[[torch.Generator], Iterable[Batch]],
+    validation: Callable[[], float],
+    *,
+    rate: float = 1e-3,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+    max_epochs: int = 200,
+    patience: int = 20,
+    seed: int = 0,
+) -> Training:
+    """Train a module in place, keep the state that is best on validation data, the start included.
+
+    Adam (Kingma and Ba, ICLR 2015) with decoupled weight decay (Loshchilov and Hutter, ICLR 2019) on gradients clipped
+    to norm ``clip``. The rate halves after every ``patience // 4`` epochs in a row in which the validation objective
+    did not fall by a relative 1e-5, and training ends after ``patience`` such epochs. Batches whose loss or gradient is
+    not finite are skipped. The same seed gives the same bits on the same machine: it seeds the generator given to
+    ``batches`` and torch's own generators, whose states are restored afterwards.
+
+    Args:
+        module: What is trained: all its parameters that require a gradient. It is in training mode for the batches and
+            in evaluation mode for validation.
+        loss: The differentiable mean loss of a batch.
+        batches: Called at every epoch with the generator that is to shuffle them.
+        validation: The objective to be low, without gradients; not finite counts as infinite.
+        rate: The learning rate at the start.
+        weight_decay: Of the parameters, per step and unit of the rate.
+        clip: The largest norm of a gradient.
+        max_epochs: Epochs at most.
+        patience: Epochs without improvement before the end.
+        seed: See above.
+
+    Examples:
+        >>> line = nn.Linear(1, 1)
+        >>> x = torch.linspace(-1, 1, 32)[:, None]
+        >>> def loss(rows):
+        ...     return (line(x[rows]) - 3 * x[rows]).square().mean()
+        >>> def batches(generator):
+        ...     return torch.randperm(32, generator=generator).split(8)
+        >>> training = adam(line, loss, batches, lambda: loss(slice(None)).item(), rate=0.1)
+        >>> training.converged, training.objective < 1e-4, round(line.weight.item(), 2)
+        (True, True, 3.0)
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise InputError("the module has no parameters that require a gradient", expected="at least one")
+    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay)
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.device.type == "cuda"})
+    was_training = module.training
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        start = _validate(module, validation)
+        if start == math.inf:
+            raise refuse_start(start)
+        history = [Epoch(math.nan, start, rate, 0)]
+        best, state, steps = 0, copy.deepcopy(module.state_dict()), 0
+        anchor, stale = start, 0
+        try:
+            while len(history) <= max_epochs and stale < patience:
+                mean, taken, skipped = _epoch(module, parameters, optimiser, loss, batches(generator), clip)
+                steps += taken
+                value = _validate(module, validation)
+                history.append(Epoch(mean, value, rate, skipped))
+                if value < history[best].validation:
+                    best, state = len(history) - 1, copy.deepcopy(module.state_dict())
+                improved = value < anchor - _IMPROVEMENT * abs(anchor)
+                anchor, stale = (value, 0) if improved else (anchor, stale + 1)
+                if stale and stale % max(1, patience // 4) == 0:
+                    rate /= 2
+                    optimiser.param_groups[0]["lr"] = rate
+        finally:  # also when interrupted: the best state so far, never a half-trained one
+            module.load_state_dict(state)
+            module.train(was_training)
+    converged, skipped = stale >= patience, sum(epoch.skipped for epoch in history)
+    return Training(
+        objective=history[best].validation,
+        converged=converged,
+        best=best,
+        iterations=steps,
+        message=(f"converged: no improvement in {stale} epochs" if converged else "not converged: the epochs ran out")
+        + f"; kept epoch {best} of {len(history) - 1}"
+        + (f"; {skipped} batches skipped, as they were not finite" if skipped else ""),
+        history=tuple(history),
+    )
+
+
+def _validate(module: nn.Module, validation: Callable[[], float]) -> float:
+    module.eval()
+    with torch.no_grad():
+        value = float(validation())
+    return value if math.isfinite(value) else math.inf
+
+
+def _epoch(
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+    optimiser: torch.optim.Optimizer,
+    loss: Callable[[Batch], Tensor],
+    batches: Iterable[Batch],
+    clip: float,
+) -> tuple[float, int, int]:
+    """Mean loss, steps taken and batches skipped."""
+    module.train()
+    losses: list[float] = []
+    skipped = 0
+    for batch in batches:
+        optimiser.zero_grad()
+        value = loss(batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(parameters, clip)
+        if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
+            skipped += 1
+            continue
+        optimiser.step()
+        losses.append(value.item())
+    if not losses and not skipped:
+        raise InputError("batches gave nothing in an epoch", expected="at least one batch")
+    return sum(losses) / len(losses) if losses else math.nan, len(losses), skipped

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import lsq_linear, minimize
+
+from segcal.errors import InputError
+from segcal.solvers import projected_newton
+from solvers.problems import Witness, identity, least_squares, softmax_data, softmax_regression
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def assert_kkt(solution, gradient, lower, upper, tolerance):
+    """Stationary inside, at the bounds the gradient points out of the box, and the reported figures are the true."""
+    x, active = solution.value, solution.active
+    assert (lower <= x).all()
+    assert (x <= upper).all()
+    assert (np.abs(gradient[(active == 0) & (lower < upper)]) <= tolerance).all()
+    assert (gradient[active < 0] >= -tolerance).all()
+    assert (gradient[active > 0] <= tolerance).all()
+    assert solution.certificate <= tolerance
+    assert solution.certificate == pytest.approx(np.abs(np.clip(x - gradient, lower, upper) - x).max(), abs=1e-12)
+    np.testing.assert_array_equal(active, (x == upper).astype(int) - (x == lower))
+
+
+def assert_honest(solution, witness):
+    """Evaluations are counted, never repeated, and the objective never rises."""
+    assert solution.evaluations == len(witness.points)
+    assert not witness.asked_twice()
+    assert len(solution.history) == solution.iterations + 1 <= solution.evaluations
+    assert solution.objective == solution.history[-1]
+    assert (np.diff(solution.history) <= 1e-14 * np.abs(solution.history[0])).all()
+
+
+@settings(deadline=None)
+@given(seeds, st.integers(1, 12))
+def test_a_quadratic_takes_one_step(seed, size):
+    random = np.random.default_rng(seed)
+    matrix = random.normal(size=(size + 3, size)) + np.eye(size + 3, size)
+    target = random.normal(size=size + 3)
+    problem = Witness(least_squares(matrix, target))
+    solution = projected_newton(problem, 10 * random.normal(size=size))
+    expected = np.linalg.lstsq(matrix, target)[0]
+    np.testing.assert_allclose(solution.value, expected, atol=1e-8)
+    assert (solution.converged, solution.iterations, solution.evaluations) == (True, 1, 2)
+    assert_honest(solution, problem)
+
+
+@settings(deadline=None)
+@given(seeds, st.integers(1, 12), st.sampled_from([0.0, 0.2, 1.0]))
+def test_bounded_least_squares_as_scipy_solves_it(seed, size, width):
+    """Width 0 fixes variables: their bounds are equal."""
+    random = np.random.default_rng(seed)
+    matrix = np.r_[random.normal(size=(size, size)), 0.3 * np.eye(size)]
+    target = random.normal(size=2 * size)
+    lower = np.where(random.random(size) < 0.7, 0.3 * random.normal(size=size), -np.inf)
+    upper = np.where(random.random(size) < 0.7, np.maximum(lower, -1) + width, np.inf)
+    problem = Witness(least_squares(matrix, target))
+    solution = projected_newton(problem, random.normal(size=size), lower, upper, tolerance=1e-10)
+    assert_kkt(solution, problem.function(solution.value)[1], lower, upper, 1e-10)
+    assert_honest(solution, problem)
+    assert solution.evaluations <= 3
+    if width:
+        peer = lsq_linear(matrix, target, (lower, upper), method="bvls", tol=1e-14)
+        assert solution.objective == pytest.approx(peer.cost, abs=1e-10)
+        np.testing.assert_allclose(solution.value, peer.x, atol=1e-8)
+
+
+@given(seeds)
+def test_a_singular_quadratic_takes_the_step_of_least_norm(seed):
+    random = np.random.default_rng(seed)
+    matrix = random.normal(size=(4, 3)) @ random.normal(size=(3, 7))
+    target = random.normal(size=4)
+    solution = projected_newton(least_squares(matrix, target), np.zeros(7))
+    assert solution.converged
+    units = np.linalg.norm(matrix, axis=0)  # in which all curvatures are 1
+    expected = np.linalg.pinv(matrix / units, rcond=1e-10) @ target / units
+    np.testing.assert_allclose(solution.value, expected, atol=1e-5 * (1 + np.abs(expected).max()))
+
+
+@settings(deadline=None)
+@given(seeds, st.integers(2, 12))
+def test_a_singular_quadratic_in_a_box(seed, size):
+    """Fewer equations than unknowns: many minima, of which any will do."""
+    random = np.random.default_rng(seed)
+    matrix, target = random.normal(size=(size - 1, size)), 3 * random.normal(size=size - 1)
+    problem = Witness(least_squares(matrix, target))
+    solution = projected_newton(problem, np.zeros(size), -1.0, 0.5)
+    assert_kkt(solution, problem.function(solution.value)[1], np.full(size, -1.0), np.full(size, 0.5), 1e-8)
+    assert_honest(solution, problem)
+    peer = lsq_linear(matrix, target, (-1.0, 0.5), method="bvls", tol=1e-14)
+    assert solution.objective == pytest.approx(peer.cost, abs=1e-9)
+
+
+def softmax_optimum(features, labels):
+    """An independent optimum: torch's cross-entropy and derivatives, the last class held at 0, scipy's trust region."""
+    inputs, targets = torch.from_numpy(features), torch.from_numpy(labels)
+    classes, size = labels.max() + 1, features.shape[1]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        weights = torch.cat([x.reshape(classes - 1, size), torch.zeros(1, size, dtype=torch.float64)])
+        return torch.nn.functional.cross_entropy(inputs @ weights.T, targets)
+
+    result = minimize(
+        lambda x: loss(torch.from_numpy(x)).item(),
+        np.zeros((classes - 1) * size),
+        jac=lambda x: torch.autograd.functional.jacobian(loss, torch.from_numpy(x)).numpy(),
+        hess=lambda x: torch.autograd.functional.hessian(loss, torch.from_numpy(x)).numpy(),
+        method="trust-exact",
+        options={"gtol": 1e-10},
+    )
+    return result.fun
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("scale", "passes"), [(0.2, 10), (1.0, 10), (5.0, 20), (20.0, 30)])
+def test_softmax_regression_from_the_identity(scale, passes, seed):
+    """A large scale is an overconfident start where probabilities are 0 or 1, and nearly no curvature is left."""
+    features, labels = softmax_data(scale=scale, seed=seed)
+    problem = Witness(softmax_regression(features, labels))
+    solution = projected_newton(problem, identity(4))
+    assert solution.converged
+    assert solution.certificate <= 1e-8
+    assert not solution.flat
+    assert solution.objective == pytest.approx(softmax_optimum(features, labels), abs=1e-10)
+    assert solution.evaluations <= passes
+    assert_honest(solution, problem)
+
+
+def test_directions_that_change_nothing_do_not_amplify_rounding():
+    """Columns of W may be shifted freely, yet sums in another order, that is other rounding, give the same W."""
+    features, labels = softmax_data()
+    order = np.random.default_rng(0).permutation(len(labels))
+    one = projected_newton(softmax_regression(features, labels), identity(4)).value
+    other = projected_newton(softmax_regression(features[order], labels[order]), identity(4)).value
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_separable_data_determine_all_but_those_directions():
+    """Where all curvature vanishes, rounding does reach the shifts, by up to a tenth of W, and hardly anything else."""
+    features, _ = softmax_data()
+    labels = features[:, :4].argmax(1)
+    order = np.random.default_rng(0).permutation(len(labels))
+    one = projected_newton(softmax_regression(features, labels), identity(4)).value.reshape(4, 5)
+    other = projected_newton(softmax_regression(features[order], labels[order]), identity(4)).value.reshape(4, 5)
+    np.testing.assert_allclose(one - one.mean(0), other - other.mean(0), atol=1e-3 * np.abs(one).max())
+    assert np.abs(one - other).max() <= 0.2 * np.abs(one).max()
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(0.0, 0.6), (-0.3, 0.4), (-0.1, 0.9)])
+def test_bounded_softmax_regression(lower, upper):
+    features, labels = softmax_data(seed=3)
+    problem = Witness(softmax_regression(features, labels))
+    solution = projected_newton(problem, identity(4), lower, upper, tolerance=1e-10)
+    assert np.count_nonzero(solution.active) >= 2
+    assert f"{np.count_nonzero(solution.active)} bounds active" in solution.message
+    assert_kkt(solution, problem.function(solution.value)[1], lower, upper, 1e-10)
+    assert_honest(solution, problem)
+    assert solution.evaluations <= 12
+    options = {"gtol": 1e-9, "ftol": 0, "maxiter": 5000, "maxfun": 10000, "maxcor": 30}
+    bounds = [(lower, upper)] * 20
+    peer = minimize(lambda x: problem.function(x)[:2], np.zeros(20), jac=True, bounds=bounds, options=options)
+    assert solution.objective == pytest.approx(peer.fun, abs=1e-10)
+
+
+def test_separable_data_are_said_to_fall_forever():
+    features, _ = softmax_data()
+    labels = features[:, :4].argmax(1)
+    solution = projected_newton(softmax_regression(features, labels), identity(4))
+    assert solution.objective <= 1e-6
+    assert solution.flat
+    assert "falls forever" in solution.message
+    bounded = projected_newton(softmax_regression(features, labels), identity(4), -5.0, 5.0)
+    assert bounded.converged
+    assert not bounded.flat
+    assert np.count_nonzero(bounded.active) > 0
+
+
+def blockwise(functions, indices):
+    """Functions of different variables as one problem with a block-diagonal Hessian."""
+
+    def problem(x: np.ndarray):
+        values, gradients, hessians = zip(*(f(x[i]) for f, i in zip(functions, indices, strict=True)), strict=True)
+        gradient = np.empty(x.size)
+        gradient[np.concatenate(indices)] = np.concatenate(gradients)
+        return np.array(values), gradient, list(zip(indices, hessians, strict=True))
+
+    return problem
+
+
+def test_blocks_take_as_many_evaluations_as_the_hardest_alone():
+    easy = softmax_regression(*softmax_data(scale=1.0, classes=4, seed=0))
+    hard = softmax_regression(*softmax_data(scale=20.0, classes=4, seed=1))
+    indices = np.random.default_rng(0).permutation(40).reshape(2, 20)
+    start = np.empty(40)
+    start[indices] = identity(4)
+    lower = np.full(40, -np.inf)
+    lower[indices[0]] = 0.0
+    problem = Witness(blockwise([easy, hard], indices))
+    both = projected_newton(problem, start, lower)
+    alone = [projected_newton(easy, identity(4), 0.0), projected_newton(hard, identity(4))]
+    np.testing.assert_array_equal(both.value[indices[0]], alone[0].value)
+    np.testing.assert_array_equal(both.value[indices[1]], alone[1].value)
+    assert both.objective == alone[0].objective + alone[1].objective
+    assert both.evaluations == max(solution.evaluations for solution in alone)
+    assert alone[0].evaluations < alone[1].evaluations
+    assert_honest(both, problem)
+
+
+def test_one_block_is_the_dense_problem():
+    dense = softmax_regression(*softmax_data())
+
+    def block(x: np.ndarray):
+        value, gradient, hessian = dense(x)
+        return value, gradient, [(np.arange(x.size), hessian)]
+
+    np.testing.assert_array_equal(
+        projected_newton(block, identity(4)).value, projected_newton(dense, identity(4)).value
+    )
+
+
+@pytest.mark.parametrize("start", [0.01, 1.0, 300.0])
+def test_trial_points_that_are_not_finite_are_refused(start):
+    """sum x - log x is infinite for negative x, where Newton's step from a large x leads."""
+    refused = []
+
+    def barrier(x: np.ndarray):
+        if (x <= 0).any():
+            refused.append(x)
+            return math.nan, x, np.eye(x.size)
+        return np.sum(x - np.log(x)), 1 - 1 / x, np.diag(1 / x**2)
+
+    solution = projected_newton(barrier, np.array([start, 2.0]))
+    np.testing.assert_allclose(solution.value, 1, atol=1e-7)
+    assert solution.converged
+    assert refused or start <= 1
+
+
+def test_exponentials_overflow_and_are_tamed():
+    """sum exp(x) - x from -30: no curvature, so that the first step would go to exp(1e13)."""
+
+    def steep(x: np.ndarray):
+        with np.errstate(over="ignore"):
+            return np.sum(np.exp(x) - x), np.exp(x) - 1, np.diag(np.exp(x))
+
+    solution = projected_newton(steep, np.full(3, -30.0))
+    np.testing.assert_allclose(solution.value, 0, atol=1e-7)
+    assert solution.evaluations <= 40
+
+
+def test_no_curvature_at_all_leads_to_the_bounds():
+    slope = np.array([1.0, -2.0, 0.0])
+    solution = projected_newton(lambda x: (slope @ x, slope, np.zeros((3, 3))), np.zeros(3), -1.0, 1.0)
+    np.testing.assert_array_equal(solution.value, [-1, 1, 0])
+    np.testing.assert_array_equal(solution.active, [-1, 1, 0])
+    assert solution.converged
+
+
+def test_a_problem_may_reuse_its_arrays():
+    inner = softmax_regression(*softmax_data())
+    gradient, hessian = np.empty(20), np.empty((20, 20))
+
+    def problem(x: np.ndarray):
+        value, gradient[:], hessian[:] = inner(x)
+        x[:] = np.nan  # and its argument
+        return value, gradient, hessian
+
+    expected = projected_newton(inner, identity(4))
+    np.testing.assert_array_equal(projected_newton(problem, identity(4)).value, expected.value)
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 5.0])
+def test_single_precision_costs_few_passes_and_is_said(scale):
+    features, labels = softmax_data(rows=4000, scale=scale)
+    exact = projected_newton(softmax_regression(features, labels), identity(4))
+    solution = projected_newton(softmax_regression(features, labels, np.float32), identity(4), tolerance=1e-12)
+    assert softmax_regression(features, labels)(solution.value)[0] == pytest.approx(exact.objective, abs=1e-10)
+    assert solution.evaluations <= exact.evaluations + 6
+    assert not solution.converged
+    assert "rounding" in solution.message
+
+
+def test_the_start_is_moved_into_the_box_and_may_be_the_solution():
+    problem = Witness(least_squares(np.eye(2), np.array([3.0, 3.0])))
+    solution = projected_newton(problem, [9.0, 9.0], upper=1.0)
+    np.testing.assert_array_equal(solution.value, [1, 1])
+    assert (solution.iterations, solution.evaluations, solution.converged) == (0, 1, True)
+
+
+def test_running_out_of_iterations_is_said():
+    problem = softmax_regression(*softmax_data())
+    solution = projected_newton(problem, identity(4), max_iterations=2)
+    assert not solution.converged
+    assert solution.iterations == 2
+    assert "iterations ran out" in solution.message
+    assert solution.certificate == np.abs(problem(solution.value)[1]).max()
+
+
+def test_wrong_derivatives_are_said():
+    solution = projected_newton(lambda x: (x @ x, -2 * x, np.eye(2)), np.ones(2))
+    assert not solution.converged
+    assert "derivatives are wrong" in solution.message
+    assert solution.objective == 2.0
+
+
+@pytest.mark.parametrize(
+    ("problem", "match"),
+    [
+        (lambda x: (math.nan, x, np.eye(2)), "not finite at the start"),
+        (lambda x: (1.0, x, np.full((2, 2), np.inf)), "not finite at the start"),
+        (lambda x: (1.0, x, np.eye(3)), "Hessian does not fit"),
+        (lambda x: (1.0, x, [(np.array([0]), np.eye(1))]), "Hessian does not fit"),
+        (lambda x: (1.0, x, [(np.array([0]), np.eye(1)), (np.array([1]), np.eye(1))]), "one value per block"),
+        (lambda x: (1.0, x[:1], np.eye(2)), "gradient has shape"),
+    ],
+)
+def test_bad_problems(problem, match):
+    with pytest.raises(InputError, match=match):
+        projected_newton(problem, np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (([1.0, np.nan],), "start has shape"),
+        (([[1.0, 1.0]],), "start has shape"),
+        (([1.0, 1.0], 1.0, 0.0), "lower exceeds upper at 0, 1"),
+        (([1.0, 1.0], [0.0, 0.0, 0.0]), "lower has shape"),
+        (([1.0, 1.0], None, [np.nan, 0.0]), "upper has shape"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(InputError, match=match):
+        projected_newton(least_squares(np.eye(2), np.zeros(2)), *arguments)
