@@ -226,7 +226,7 @@ def _many_exps(x, y, repeats):  # type: ignore[no-untyped-def]
             y[i] = _exp(x[i])
 
 
-def rate(work: Callable[[int], object], amount: float, rounds: int = 20) -> float:
+def rate(work: Callable[[int], object], amount: float, rounds: int = 100) -> float:
     """Amount per second with one call of ``work`` on each of two threads."""
     threads = torch.get_num_threads()
     work(0)

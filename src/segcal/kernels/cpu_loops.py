@@ -325,8 +325,8 @@ def tally_range(x, start, stop, labels, ignored, mask, slots, uncalibrated, mapp
     """Add voxels ``start..stop`` of ``x (C, V)`` to ``out``. Returns the first bad one, counted from ``start``, or -1.
 
     ``labels`` and, unless empty, ``mask``, ``slots`` and ``uncalibrated`` begin at ``start``. ``mapping`` is
-    (compare, beta, weight, bias), ``top`` and ``classes`` are (upper, first) of the two grids, ``b`` is
-    scratch memory.
+    (compare, beta, weight, bias), ``top`` and ``classes`` are (upper, first) of the two grids, ``top`` with the class
+    bin that each of its bins lies in, and ``b`` is scratch memory.
     """
     compare, beta, weight, bias = mapping
     use_matrix = weight.size > 0

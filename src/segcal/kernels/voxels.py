@@ -6,8 +6,9 @@ channels-last or otherwise strided logits are converted piece by piece, so no mo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,10 +74,10 @@ class AffineMap:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where some voxels lie: images, then rows of the first spatial axis, then columns of what is left, flattened."""
+    """Where some voxels lie: images, then a window in the leading spatial axes, then columns of what is left, flat."""
 
     images: int | slice
-    rows: slice
+    window: tuple[slice, ...]
     columns: slice
     offset: int  # flat index of the first voxel
 
@@ -115,30 +116,30 @@ class Voxels:
             return
         if per_image <= PIECE_VOXELS // 2:  # many small images, or (N, C): several to a piece
             for images in _steps(batch, PIECE_VOXELS // per_image):
-                yield Piece(images, everything, everything, images.start * per_image)
+                yield Piece(images, (), everything, images.start * per_image)
         elif self.logits.is_contiguous():
             for n in range(batch):
                 for columns in _steps(per_image, PIECE_VOXELS):
-                    yield Piece(n, everything, columns, n * per_image + columns.start)
+                    yield Piece(n, (), columns, n * per_image + columns.start)
         else:
-            per_row = per_image // spatial[0]
             for n in range(batch):
-                for rows in _steps(spatial[0], PIECE_VOXELS // per_row):
-                    yield Piece(n, rows, everything, n * per_image + rows.start * per_row)
+                for window, start in _windows(spatial):
+                    yield Piece(n, window, everything, n * per_image + start)
 
     def scores(self, piece: Piece) -> tuple[Tensor, slice]:
         """A matrix ``(C, V)`` and the piece's columns in it: a view where possible, else a copy of the piece alone."""
         logits = self.logits.detach()
         if isinstance(piece.images, slice):
-            matrix = logits[piece.images].movedim(1, 0).reshape(logits.shape[1], -1)
+            part = logits[piece.images].movedim(1, 0)
         else:
-            matrix = logits[piece.images, :, piece.rows].reshape(logits.shape[1], -1)
+            index = (slice(None), *piece.window)
+            part = logits[piece.images][index]
+        matrix = part.reshape(logits.shape[1], -1)
         return matrix, slice(*piece.columns.indices(matrix.shape[1]))
 
     def flat(self, tensor: Tensor, piece: Piece) -> Tensor:
         """The piece's part of an ``(N, *spatial)`` tensor, ``(v,)``."""
-        part = tensor[piece.images] if isinstance(piece.images, slice) else tensor[piece.images, piece.rows]
-        return part.reshape(-1)[piece.columns]
+        return tensor[piece.images][piece.window].reshape(-1)[piece.columns]
 
     def bad_voxel(self, flat: int) -> InputError:
         """The error for the voxel with this flat index, which has an impossible label or scores without softmax."""
@@ -171,3 +172,14 @@ def _steps(length: int, step: int) -> Iterator[slice]:
     step = max(1, step)
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
+
+
+def _windows(spatial: Sequence[int]) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """Windows of about 2^15 voxels that follow one another in flat order, and the flat index each begins at."""
+    axis = next(a for a in range(len(spatial)) if math.prod(spatial[a + 1 :]) <= PIECE_VOXELS)
+    inner = math.prod(spatial[axis + 1 :])
+    start = 0
+    for outer in itertools.product(*map(range, spatial[:axis])):
+        for rows in _steps(spatial[axis], PIECE_VOXELS // inner):
+            yield (*(slice(i, i + 1) for i in outer), rows), start
+            start += (rows.stop - rows.start) * inner
