@@ -158,6 +158,27 @@ def test_volumes_in_every_axis_order_agree(tmp_path):
     assert torch.equal(rows, zyx.logits)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "<f8", "<f2"])
+def test_any_byte_order_and_precision_is_read(tmp_path, dtype):
+    root = plain(tmp_path, count=1)
+    np.save(root / "logits" / "case0.npy", logits(0).astype(dtype))
+    np.save(root / "labels" / "case0.npy", labels(0).astype(">i4"))
+    case = segcal.open_cases(root)[0].load()
+    np.testing.assert_array_equal(case.logits[0], logits(0).astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(case.labels[0], labels(0))
+
+
+def test_tensors_do_not_depend_on_their_file_any_more(tmp_path):
+    root = plain(tmp_path, count=1)
+    case = segcal.open_cases(root)[0].load()
+    kept = case.logits.clone()
+    case.logits.add_(1)
+    np.testing.assert_array_equal(np.load(root / "logits" / "case0.npy"), logits(0))
+    with (root / "logits" / "case0.npy").open("r+b") as file:
+        file.truncate(0)
+    assert torch.equal(case.logits, kept + 1)
+
+
 def test_multilabel_channels_and_regions(tmp_path):
     root = plain(tmp_path, count=1, classes=2)
     truth = labels(0, 4)

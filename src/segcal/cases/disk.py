@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,17 @@ class Oriented:
         lead, spatial = self.file.shape[: self.leading], self.file.shape[self.leading + self.squeeze :]
         return (*lead, *(spatial[::-1] if self.reverse else spatial))
 
-    def read(self, rows: slice) -> Array:
-        """All channels of some rows."""
+    @property
+    def rows_per_chunk(self) -> int:
+        """How many rows are stored together; 1 where rows can be read one by one."""
+        chunk = self.file.chunk
+        return chunk[-1 if self.reverse else self.leading + self.squeeze] if chunk else 1
+
+    def read(self, rows: slice, channels: slice = slice(None)) -> Array:
+        """Some rows, of all channels or some."""
         spatial = [slice(None)] * (len(self.file.shape) - self.leading)
         spatial[-1 if self.reverse else int(self.squeeze)] = rows
-        array = self.file.read((*(slice(None),) * self.leading, *spatial))
+        array = self.file.read((*(channels,) * self.leading, *spatial))
         if self.squeeze:
             array = array.squeeze(self.leading)
         return (
@@ -179,7 +186,12 @@ class DiskCase:
         """Canonical logits of some rows, pooled over the members."""
         shape = (self.batch, self.num_classes, rows.stop - rows.start, *self.spatial[1:])
         space = self.config.pooling or self.kind
-        parts = list(row_slices(shape, _POOL_VALUES))
+        if len(self.members) == 1:
+            return self._read(self.members[0], rows, slice(0, shape[2]))
+        # Not less than a stored chunk at a time, which would have to be decoded again and again.
+        per_row = math.prod(shape) // max(1, shape[2])
+        least = max(member.rows_per_chunk for member in self.members)
+        parts = list(row_slices(shape, max(_POOL_VALUES, least * per_row)))
         pooled = torch.empty(shape, dtype=torch.float32)
         if self.sliceable:
             for part in parts:
@@ -198,8 +210,22 @@ class DiskCase:
         """Canonical logits of one member in a part of the rows."""
         try:
             first = rows.start + part.start
-            scores = torch.from_numpy(np.ascontiguousarray(member.read(slice(first, rows.start + part.stop))))[None]
-            return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
+            here = slice(first, rows.start + part.stop)
+            if self.kind == "logits" and member.file.sliceable and member.file.dtype == np.float16:
+                # Widened class by class, so that the narrow and the wide copy are never in memory together.
+                narrow = (torch.from_numpy(member.read(here, slice(k, k + 1))) for k in range(member.shape[0]))
+                scores = torch.empty((1, member.shape[0], here.stop - first, *member.shape[2:]))
+                for target, source in zip(scores[0], narrow, strict=True):
+                    target.copy_(source[0])
+                return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first)
+            scores = torch.from_numpy(member.read(here))[None]
+            logits = canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
+            # Float32 scores are the file's own memory still, which must not outlive it.
+            return (
+                logits.clone(memory_format=torch.contiguous_format)
+                if logits.data_ptr() == scores.data_ptr()
+                else logits
+            )
         except SegcalError as error:
             raise error.at(case=self.id, where=str(member.file.path)) from None
 

@@ -23,8 +23,10 @@ class NpyFile(ArrayFile):
         super().__init__(path, mapped.shape, mapped.dtype)
 
     def _read(self, index: Index) -> Array:
-        # Mapped anew for each part: pages of a long-lived map would pile up in the process's resident memory.
-        return np.array(np.load(self.path, mmap_mode="r", allow_pickle=False)[index])
+        # Mapped anew for each part: pages of a long-lived map would pile up in the process's resident memory. Mapped
+        # copy-on-write, because torch warns of arrays that cannot be written.
+        part: Array = np.load(self.path, mmap_mode="c", allow_pickle=False)[index]
+        return part
 
 
 class NpySink(ArraySink):

@@ -39,6 +39,7 @@ class ArrayFile(ABC):
     sliceable = False
     geometry: Geometry | None = None
     key: str | None = None
+    chunk: tuple[int, ...] | None = None  # what is stored, and decoded, together
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
         self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
@@ -55,9 +56,13 @@ class ArrayFile(ABC):
         """Drop what was decoded."""
 
     def read(self, index: Index | None = None) -> Array:
-        """The part of the array at ``index`` (one slice per axis; all of it by default), as a fresh array."""
+        """The part of the array at ``index`` (one slice per axis; all of it by default), in the machine's byte order.
+
+        It may be a view of what is mapped or kept: copy it to keep or change it.
+        """
         with reading(self.path):
-            return self._read(index or (slice(None),) * len(self.shape))
+            part = self._read(index or (slice(None),) * len(self.shape))
+            return part.astype(part.dtype.newbyteorder("="), copy=False)
 
 
 class WholeFile(ArrayFile):

@@ -45,6 +45,7 @@ class ZarrFile(ArrayFile):
             self.key = pick_key(sorted(node.array_keys()), key, usual)
             node = node[self.key]
         self._node = node
+        self.chunk = node.chunks
         super().__init__(path, node.shape, node.dtype)
 
     def require_complete(self) -> None:
@@ -100,7 +101,7 @@ class H5File(ArrayFile):
             names: list[str] = []
             file.visititems(lambda name, node: names.append(name) if hasattr(node, "dtype") else None)
             self.key = pick_key(names, key, usual)
-            shape, dtype = file[self.key].shape, file[self.key].dtype
+            shape, dtype, self.chunk = file[self.key].shape, file[self.key].dtype, file[self.key].chunks
         super().__init__(path, shape, dtype)
 
     def _read(self, index: Index) -> Array:
