@@ -64,7 +64,7 @@ def test_summary_is_the_mean_over_images_with_an_interval_around_it():
     assert results.summary() == results.summary()
 
 
-def same_values(a, b, tolerance=1e-9):
+def assert_same_values(a, b, tolerance=1e-9):
     assert [row[:3] for row in a.rows] == [row[:3] for row in b.rows]
     for left, right in zip(a.rows, b.rows, strict=True):
         assert left.count == right.count
@@ -76,7 +76,7 @@ REGIONS = ("everything", "boundary", "local")
 
 def test_workers_give_the_same_values():
     metrics = ("nll", "ece", "ba-ece", "hd95")
-    same_values(
+    assert_same_values(
         evaluate(CASES, metrics=metrics, regions=REGIONS), evaluate(CASES, metrics=metrics, regions=REGIONS, workers=2)
     )
 
@@ -86,7 +86,7 @@ def test_chunks_give_the_same_values(monkeypatch):
     module = sys.modules["segcal.evaluate"]
     original = module.row_slices
     monkeypatch.setattr(module, "row_slices", lambda shape: original(shape, 6 * 48 * 7))
-    same_values(whole, evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS))
+    assert_same_values(whole, evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS))
 
 
 def test_every_kind_of_calibrator_gives_the_same_values():
@@ -102,7 +102,7 @@ def test_every_kind_of_calibrator_gives_the_same_values():
         other_results = evaluate(CASES, other, metrics=metrics, regions=REGIONS)
         kept = [row for row in other_results.rows if row.metric != "free-energy-std"]
         expected = [row for row in voxelwise.rows if row.metric != "free-energy-std"]
-        same_values(Results(tuple(kept)), Results(tuple(expected)), tolerance=1e-5)
+        assert_same_values(Results(tuple(kept)), Results(tuple(expected)), tolerance=1e-5)
     assert voxelwise.value("flip") == 0
 
 
@@ -194,7 +194,7 @@ def test_json_and_csv_round_trip(tmp_path):
     results = evaluate(CASES, metrics=("ece", "hd95", "flip"))
     results.to_json(tmp_path / "r.json")
     again = Results.from_json(tmp_path / "r.json")
-    same_values(results, again, tolerance=0)
+    assert_same_values(results, again, tolerance=0)
     assert again.to_json() == results.to_json()
     results.to_csv(tmp_path / "r.csv")
     lines = (tmp_path / "r.csv").read_text().splitlines()

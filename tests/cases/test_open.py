@@ -8,7 +8,7 @@ from datasets import labels, logits, plain, save_nifti, softmax
 from segcal.errors import ConfigError, DataError, InputError, SegcalError
 
 
-def fails(root, match, error=SegcalError, **declared):
+def expect_error(root, match, error=SegcalError, **declared):
     """Opening the dataset or reading its first case raises a message that matches."""
     with pytest.raises(error, match=match):
         segcal.open_cases(root, **declared)[0].load()
@@ -92,7 +92,7 @@ def test_configuration_file_and_keywords(tmp_path):
 def test_wrong_configuration_says_what_is_right(tmp_path, text, says):
     root = plain(tmp_path)
     (root / "segcal.toml").write_text(text)
-    fails(root, says, ConfigError)
+    expect_error(root, says, ConfigError)
 
 
 @pytest.mark.parametrize("pooling", ["logits", "probs", None])
@@ -146,7 +146,7 @@ def test_volumes_in_every_axis_order_agree(tmp_path):
     zyx = segcal.open_cases(root)[0].load()
     assert zyx.spacing == (3.0, 2.0, 1.0)
     np.save(root / "logits" / "a.npy", z.transpose(0, 3, 2, 1))
-    fails(root, "the volume is transposed.*axes = 'xyz'", DataError)
+    expect_error(root, "the volume is transposed.*axes = 'xyz'", DataError)
     xyz = segcal.open_cases(root, axes="xyz")[0].load()
     (root / "logits" / "a.npy").unlink()
     save_nifti(root / "logits" / "a.nii", np.moveaxis(z, 0, -1).transpose(2, 1, 0, 3), spacing=(1.0, 2.0, 3.0))
@@ -194,7 +194,7 @@ def test_multilabel_channels_and_regions(tmp_path):
 
 def test_single_sigmoid_channel(tmp_path):
     root = plain(tmp_path, count=1, classes=1, shape=(4, 9, 7))
-    fails(root, "one channel.*multilabel = true", InputError)
+    expect_error(root, "one channel.*multilabel = true", InputError)
     assert segcal.open_cases(root, multilabel=True)[0].load().shape == (1, 2, 4, 9, 7)
 
 
@@ -204,9 +204,9 @@ def test_single_sigmoid_channel(tmp_path):
 def test_missing_labels_are_all_listed(tmp_path):
     root = plain(tmp_path)
     (root / "labels" / "case0.npy").unlink()
-    fails(root, "case 'case0': no label")
+    expect_error(root, "case 'case0': no label")
     (root / "labels" / "case2.npy").unlink()
-    fails(root, "2 problems(.|\n)*case0(.|\n)*case2")
+    expect_error(root, "2 problems(.|\n)*case0(.|\n)*case2")
     case = segcal.open_cases(root, need_labels=False)[0]
     assert case.logits.shape == (1, 4, 9, 7)
     with pytest.raises(DataError, match="case 'case0': has no label"):
@@ -241,7 +241,7 @@ def test_shape_mismatch(tmp_path, shape, says):
 def test_wrong_labels(tmp_path, change, says):
     root = plain(tmp_path, count=1)
     np.save(root / "labels" / "case0.npy", change(labels(0)))
-    fails(root, says, DataError)
+    expect_error(root, says, DataError)
 
 
 def test_float_labels_with_whole_numbers_are_fine(tmp_path):
@@ -257,8 +257,8 @@ def test_bad_logits_name_case_file_and_voxel(tmp_path, value, says):
     z = logits(0, shape=shape)
     z[2, 650, 6] = z[2, 650, 7] = value
     np.save(root / "logits" / "case0.npy", z)
-    fails(root, rf"case 'case0', .*case0.npy: {says}")
-    fails(root, r"at voxel \(650, 6\) and 1 others")
+    expect_error(root, rf"case 'case0', .*case0.npy: {says}")
+    expect_error(root, r"at voxel \(650, 6\) and 1 others")
 
 
 def test_impossible_class_is_legal(tmp_path):
@@ -272,50 +272,50 @@ def test_impossible_class_is_legal(tmp_path):
 def test_probabilities_that_are_none(tmp_path):
     root = plain(tmp_path, count=1, kind="probs")
     np.save(root / "probs" / "case0.npy", softmax(logits(0)) * 0.9)
-    fails(root, "do not sum to 1", InputError)
+    expect_error(root, "do not sum to 1", InputError)
 
 
 def test_kind_must_be_declared(tmp_path):
     root = plain(tmp_path)
     (root / "logits").rename(root / "softmax")
-    fails(root, r"kind not declared.*found labels/, softmax/", DataError)
-    fails(root, "kind not declared", DataError, scores="softmax")
+    expect_error(root, r"kind not declared.*found labels/, softmax/", DataError)
+    expect_error(root, "kind not declared", DataError, scores="softmax")
     (root / "logits").mkdir()
     (root / "probs").mkdir()
-    fails(root, "both logits/ and probs/", DataError)
-    fails(root, "one kind", DataError, scores="logits", kind="probs")
+    expect_error(root, "both logits/ and probs/", DataError)
+    expect_error(root, "one kind", DataError, scores="logits", kind="probs")
 
 
 def test_kind_of_the_array_name_must_agree(tmp_path):
     root = plain(tmp_path, count=1)
     (root / "logits" / "case0.npy").unlink()
     np.savez(root / "logits" / "case0.npz", probabilities=softmax(logits(0)))
-    fails(root, "declared as logits, but the array is named 'probabilities'", DataError)
+    expect_error(root, "declared as logits, but the array is named 'probabilities'", DataError)
 
 
 def test_two_files_pickles_png_scores_and_mixed_folders(tmp_path):
     root = plain(tmp_path, count=1)
     np.savez(root / "logits" / "case0.npz", logits=logits(0))
-    fails(root, "two files for one case: case0.npy and case0.npz", DataError)
+    expect_error(root, "two files for one case: case0.npy and case0.npz", DataError)
     (root / "logits" / "case0.npz").unlink()
     (root / "logits" / "x.pt").write_bytes(b"")
-    fails(root, r"\.pt files are pickles", DataError)
+    expect_error(root, r"\.pt files are pickles", DataError)
     (root / "logits" / "x.pt").unlink()
     (root / "logits" / "member").mkdir()
-    fails(root, "score files and the folders member", DataError)
+    expect_error(root, "score files and the folders member", DataError)
     (root / "logits" / "member").rmdir()
     (root / "logits" / "case0.npy").unlink()
     Image.fromarray(labels(0)).save(root / "logits" / "case0.png")
-    fails(root, "PNG cannot hold scores", DataError)
+    expect_error(root, "PNG cannot hold scores", DataError)
 
 
 def test_empty_and_absent_datasets(tmp_path):
-    fails(tmp_path, "the folder is empty", DataError)
-    fails(tmp_path / "nowhere", "does not exist", DataError)
+    expect_error(tmp_path, "the folder is empty", DataError)
+    expect_error(tmp_path / "nowhere", "does not exist", DataError)
     (tmp_path / "logits").mkdir()
-    fails(tmp_path, "no cases", DataError)
+    expect_error(tmp_path, "no cases", DataError)
     (tmp_path / "a.txt").write_text("")
-    fails(tmp_path / "a.txt", "is a file", DataError)
+    expect_error(tmp_path / "a.txt", "is a file", DataError)
 
 
 def test_ensemble_member_that_lacks_a_case_or_differs(tmp_path):
@@ -327,10 +327,10 @@ def test_ensemble_member_that_lacks_a_case_or_differs(tmp_path):
     for i in range(2):
         (root / "logits" / f"case{i}.npy").unlink()
     (root / "logits" / "b" / "case1.npy").unlink()
-    fails(root, "case 'case1': no scores from the ensemble members b", DataError)
+    expect_error(root, "case 'case1': no scores from the ensemble members b", DataError)
     np.save(root / "logits" / "b" / "case1.npy", logits(1))
     np.save(root / "logits" / "b" / "case0.npy", logits(1, shape=(9, 8)))
-    fails(root, "this ensemble member has shape", DataError)
+    expect_error(root, "this ensemble member has shape", DataError)
 
 
 def test_affine_mismatch_and_wrong_spacing(tmp_path):
@@ -342,9 +342,9 @@ def test_affine_mismatch_and_wrong_spacing(tmp_path):
     affine[0, 3] = 2.5
     scores = np.moveaxis(logits(0, 3, shape), 0, -1).transpose(2, 1, 0, 3)
     save_nifti(tmp_path / "logits" / "a.nii.gz", scores, affine=affine)
-    fails(tmp_path, r"affine differs from that of .*labels/a.nii.gz by up to 2.5", DataError)
+    expect_error(tmp_path, r"affine differs from that of .*labels/a.nii.gz by up to 2.5", DataError)
     save_nifti(tmp_path / "logits" / "a.nii.gz", scores)
-    fails(tmp_path, "one number for each of the 3 spatial axes", DataError, spacing=[1, 1])
+    expect_error(tmp_path, "one number for each of the 3 spatial axes", DataError, spacing=[1, 1])
 
 
 def test_image_and_mask_of_another_size(tmp_path):
@@ -365,4 +365,4 @@ def test_missing_zarr_chunks_in_scores(tmp_path):
     (root / "logits" / "case0.npy").unlink()
     array = zarr.create_array(str(root / "logits" / "case0.zarr"), shape=(4, 9, 7), chunks=(1, 9, 7), dtype="f4")
     array[:3] = logits(0)[:3]
-    fails(root, "1 of 4 chunks are missing", DataError)
+    expect_error(root, "1 of 4 chunks are missing", DataError)

@@ -143,6 +143,8 @@ def test_unwritable_output_and_unknown_choices(tmp_path):
         write_dataset(cases, tmp_path / "file" / "out")
     with pytest.raises(InputError, match="format 'png'"):
         write_dataset(cases, tmp_path / "out", format="png")
+    with pytest.raises(InputError, match="no cases to write"):
+        write_dataset(cases[:0], tmp_path / "out")
     with pytest.raises(InputError, match="dtype 'int8'"):
         write_dataset(cases, tmp_path / "out", dtype="int8")
 

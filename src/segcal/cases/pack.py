@@ -62,6 +62,8 @@ def write_dataset(
         raise InputError(f"format '{format}'", where="format", expected="one of " + ", ".join(FORMATS))
     if dtype not in ("float16", "float32"):
         raise InputError(f"dtype '{dtype}'", where="dtype", expected="float16 or float32")
+    if not len(cases):
+        raise InputError("no cases to write", where="cases", expected="at least one")
     started = time.perf_counter()
     output = OutputFolder(Path(folder), settings={"dtype": dtype, "format": format}, resume=resume)
     spacing: dict[str, tuple[float, ...]] = {}
