@@ -91,7 +91,7 @@ def boundary_distance(
 ) -> Tensor:
     """Exact Euclidean distance of every voxel to the nearest boundary voxel: ``(N, *spatial)`` float32.
 
-    scipy's transform takes 32 ms for 512 x 1024 and 0.29 s for 128^3 (edt 3.1.2, one thread: 13 ms and 0.10 s).
+    By scipy, where the ``edt`` package is about three times faster: see ``benchmarks/results/surfaces.txt``.
 
     Args:
         labels: Class indices ``(N, *spatial)``, on any device; the result is on the same. Without spatial axes there

@@ -13,7 +13,7 @@ def torch_threads(count: int) -> Iterator[None]:
     """Let torch use ``count`` threads in this block.
 
     Light work on many small tensors runs best on one: torch's threads spin while they wait, and where other threads
-    want the cores (numba's, or those that read ahead) each operation may take ten times as long.
+    want the cores (numba's, or those that read ahead) each operation may take many times as long.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

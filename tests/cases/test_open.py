@@ -168,6 +168,17 @@ def test_any_byte_order_and_precision_is_read(tmp_path, dtype):
     np.testing.assert_array_equal(case.labels[0], labels(0))
 
 
+@pytest.mark.parametrize("chunks", [(4, 3, 7), (1, 3, 7)])
+def test_half_precision_stores_of_any_chunks_are_read(tmp_path, chunks):
+    import zarr
+
+    root = plain(tmp_path, count=1)
+    (root / "logits" / "case0.npy").unlink()
+    store = zarr.create_array(str(root / "logits" / "case0.zarr"), shape=(4, 9, 7), chunks=chunks, dtype="f2")
+    store[:] = logits(0).astype(np.float16)
+    np.testing.assert_array_equal(segcal.open_cases(root)[0].logits[0], logits(0).astype(np.float16))
+
+
 def test_tensors_do_not_depend_on_their_file_any_more(tmp_path):
     root = plain(tmp_path, count=1)
     case = segcal.open_cases(root)[0].load()

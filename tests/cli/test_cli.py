@@ -30,6 +30,7 @@ def test_help_teaches_every_command(run):
     for command in ("check", "evaluate", "fit", "apply", "pack", "scenes", "demo"):
         assert command in text
         assert "Example: segcal" in run(command, "--help")[1]
+    assert "[num_bins=50]" in run("evaluate", "--help")[1]
 
 
 def test_scenes_then_check(run, tmp_path):

@@ -149,7 +149,7 @@ class CaseSet(Sequence[Case]):
 def _background() -> Iterator[Callable[[CaseRef], Future[Case]]]:
     """One thread that opens cases ahead.
 
-    It computes on one core: two pools of threads that spin on the same cores slow each other down twentyfold. torch
+    It computes on one core: two pools of threads that spin on the same cores slow each other down badly. torch
     gives the setting of one thread to all threads born later, so it is put back at the end.
     """
     threads = torch.get_num_threads()

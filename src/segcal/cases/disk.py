@@ -211,7 +211,8 @@ class DiskCase:
         try:
             first = rows.start + part.start
             here = slice(first, rows.start + part.stop)
-            if self.kind == "logits" and member.file.sliceable and member.file.dtype == np.float16:
+            apart = member.file.sliceable and (member.file.chunk is None or member.file.chunk[0] == 1)
+            if self.kind == "logits" and apart and member.file.dtype == np.float16:
                 # Widened class by class, so that the narrow and the wide copy are never in memory together.
                 narrow = (torch.from_numpy(member.read(here, slice(k, k + 1))) for k in range(member.shape[0]))
                 scores = torch.empty((1, member.shape[0], here.stop - first, *member.shape[2:]))

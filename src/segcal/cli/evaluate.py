@@ -27,7 +27,7 @@ def evaluate_command(
     labels: LabelsOption = None,
     calibrator: Annotated[Path | None, typer.Option(help="Evaluate through this calibrator (segcal fit).")] = None,
     metrics: Annotated[
-        str, typer.Option(help="Comma-separated ids, with options as in 'ece[num_bins=50]', or 'all'.")
+        str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
     ] = ",".join(DEFAULT_METRICS),
     regions: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")] = "everything,boundary",
     preset_id: Annotated[
