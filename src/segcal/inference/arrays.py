@@ -1,0 +1,52 @@
+"""What all of inference does with arrays: check them, subtract them, average them around NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from segcal.errors import InputError
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+def checked(values: ArrayLike, name: str, axes: tuple[str, ...], *, trailing: bool = False) -> FloatArray:
+    """``values`` as float64 with the named axes, none of them empty; more axes may follow where ``trailing``."""
+    expected = f"numbers of shape ({', '.join((*axes, '...') if trailing else axes)})"
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise InputError(f"{name} is a ragged list", expected=expected, fix="put NaN where there is no value") from None
+    if array.dtype.kind not in "biuf":
+        raise InputError(f"{name} has dtype {array.dtype}", expected=expected)
+    if not (array.ndim == len(axes) or (trailing and array.ndim > len(axes))):
+        raise InputError(f"{name} has shape {array.shape}", expected=expected)
+    if 0 in array.shape[: len(axes)]:
+        raise InputError(f"{name} has shape {array.shape}", expected=expected + ", at least one of each")
+    return array.astype(np.float64)
+
+
+def checked_index(index: int, name: str, length: int, of: str) -> int:
+    """``index`` if it is one of ``length`` things."""
+    if not 0 <= index < length:
+        raise InputError(f"{name} is {index}", expected=f"the index of one of {length} {of}, 0 to {length - 1}")
+    return index
+
+
+def difference(first: FloatArray, second: FloatArray) -> FloatArray:
+    """``first - second``, where equal infinities differ by 0."""
+    with np.errstate(invalid="ignore"):
+        return np.where(first == second, 0.0, first - second)
+
+
+def mean(values: FloatArray, axis: int | tuple[int, ...]) -> tuple[FloatArray, IntArray]:
+    """Mean and number of the values that are not NaN; the mean of none is NaN."""
+    count = np.asarray(np.sum(~np.isnan(values), axis=axis, dtype=np.int64))
+    with np.errstate(invalid="ignore"):  # of opposite infinities
+        return ratio(np.nansum(values, axis=axis), count), count
+
+
+def ratio(total: FloatArray, count: FloatArray | IntArray) -> FloatArray:
+    """``total / count``, NaN where the count is 0."""
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)

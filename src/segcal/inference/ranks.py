@@ -1,0 +1,206 @@
+"""Ranks of methods over cases, metrics and datasets, and which of them can be told apart.
+
+Rank 1 is best and ties share the mean of their ranks. A *block* is what is ranked together: a case, or a metric on a
+dataset. A method without any value is left out (its rank is NaN) and so is a block in which one of the others has none:
+to rank what happens to be there would reward failing where it is hard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import chdtrc
+
+from segcal.errors import InputError
+from segcal.inference.arrays import FloatArray, checked, mean
+
+Direction = bool | Sequence[bool] | NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Friedman:
+    """Friedman test of whether the methods differ at all.
+
+    Attributes:
+        statistic: Chi-squared with one degree of freedom less than there are methods with values.
+        p: Its p-value.
+        mean_ranks: ``(methods,)``, the Friedman rank; lower is better.
+        count: Number of blocks ranked.
+    """
+
+    statistic: float
+    p: float
+    mean_ranks: FloatArray
+    count: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranks ``(methods,)``, lower is better, and the number of blocks or cases they come from."""
+
+    ranks: FloatArray
+    count: int
+
+
+def friedman(values: ArrayLike, *, lower_is_better: Direction = True) -> Friedman:
+    """Friedman's test and mean ranks over blocks: the cases of a metric, or metrics on datasets.
+
+    With ranks r_ij of k methods in n blocks and mean ranks R_j,
+
+        statistic = (k - 1) n^2 sum_j (R_j - (k + 1)/2)^2 / (sum_ij r_ij^2 - n k (k + 1)^2 / 4),
+
+    which without ties is the textbook's 12 n / (k (k + 1)) sum_j (R_j - (k + 1)/2)^2 (Friedman, J. Am. Stat. Assoc. 32,
+    1937; ties as in Conover, Practical Nonparametric Statistics, 1999). Over metrics x datasets the mean ranks are the
+    Friedman rank of Murugesan et al. (CRaC). Ties everywhere give statistic 0 and p = 1; no complete block, or fewer
+    than two methods, gives NaN.
+
+    Args:
+        values: ``(blocks, methods)``, NaN where there is no value.
+        lower_is_better: For all blocks, or one for every block.
+
+    Examples:
+        >>> ece = np.array([[0.20, 0.11, 0.15], [0.25, 0.14, 0.16], [0.22, 0.15, 0.12], [0.30, 0.19, 0.21]])
+        >>> result = friedman(ece)
+        >>> result.mean_ranks, round(result.statistic, 6), round(result.p, 3)
+        (array([3.  , 1.25, 1.75]), 6.5, 0.039)
+    """
+    array = checked(values, "values", ("blocks", "methods"))
+    ranks, present = _block_ranks(array, _signs(lower_is_better, len(array), "blocks")[:, np.newaxis])
+    mean_ranks, count = mean(ranks, axis=0)
+    blocks, methods = int(count.max()), int(present.sum())
+    if blocks == 0 or methods < 2:
+        return Friedman(math.nan, math.nan, mean_ranks, blocks)
+    centre = (methods + 1) / 2
+    spread = float(np.nansum((ranks - centre) ** 2))
+    between = float(np.nansum((mean_ranks - centre) ** 2)) * blocks**2
+    statistic = (methods - 1) * between / spread if spread > 0 else 0.0
+    return Friedman(statistic, float(chdtrc(methods - 1, statistic)), mean_ranks, blocks)
+
+
+def sum_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> Ranking:
+    """Rank the methods by every metric's overall value and add the ranks up.
+
+    ``R_j = sum over settings s of rank_sj`` (Murugesan et al., NACL, Fig. 1, after the challenges of MICCAI); a
+    setting is a metric, or a metric on a dataset.
+
+    Args:
+        values: ``(methods, settings)``, such as the ``estimate`` of a ``hierarchical_bootstrap``.
+        lower_is_better: For all settings, or one for every setting.
+
+    Examples:
+        >>> dice, ece = [0.90, 0.90, 0.89], [0.12, 0.05, 0.07]
+        >>> sum_rank(np.stack([dice, ece], axis=1), lower_is_better=[False, True]).ranks
+        array([4.5, 2.5, 5. ])
+    """
+    array = checked(values, "values", ("methods", "settings"))
+    ranks, _ = _block_ranks(array.T, _signs(lower_is_better, array.shape[1], "settings")[:, np.newaxis])
+    means, count = mean(ranks, axis=0)
+    return Ranking(means * count, int(count.max()))
+
+
+def mean_case_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> Ranking:
+    """Rank the methods in every case by every metric; average over metrics, then over cases.
+
+    ``R_j = 1/n sum_i 1/|M_i| sum_{m in M_i} rank_ijm`` with M_i the metrics all methods have in case i (Murugesan et
+    al., NACL, Fig. 1). Cases without such a metric are left out.
+
+    Args:
+        values: ``(cases, methods, metrics)``, NaN where there is no value.
+        lower_is_better: For all metrics, or one for every metric.
+
+    Examples:
+        >>> dice = np.array([[0.9, 0.8], [0.7, 0.9], [0.6, np.nan]])
+        >>> ece = np.array([[0.1, 0.2], [0.3, 0.2], [0.3, 0.1]])
+        >>> mean_case_rank(np.stack([dice, ece], axis=2), lower_is_better=[False, True])
+        Ranking(ranks=array([1.666..., 1.333...]), count=3)
+    """
+    array = checked(values, "values", ("cases", "methods", "metrics"))
+    signs = _signs(lower_is_better, array.shape[2], "metrics")[:, np.newaxis]
+    ranks, _ = _block_ranks(np.moveaxis(array, 1, 2), signs)
+    ranks, count = mean(mean(ranks, axis=1)[0], axis=0)
+    return Ranking(ranks, int(count.max()))
+
+
+def critical_difference(mean_ranks: ArrayLike, cases: int, *, alpha: float = 0.05) -> float:
+    """The difference of mean ranks from which on two of the methods differ significantly (Nemenyi's test).
+
+        CD = q_alpha sqrt(k (k + 1) / (6 n)),
+
+    q_alpha being the studentised range of k groups and infinite degrees of freedom over sqrt(2) (Nemenyi, 1963; Demsar,
+    J. Mach. Learn. Res. 7, 2006). Meant for after a significant ``friedman``. NaN for fewer than two methods or no
+    case.
+
+    Args:
+        mean_ranks: ``(methods,)``; NaN for methods that were not ranked, which do not count.
+        cases: Number of blocks ranked.
+        alpha: Level of the test, over all pairs together.
+
+    Examples:
+        >>> round(critical_difference([1.2, 2.1, 3.0, 3.7], cases=14), 3)
+        1.254
+    """
+    from scipy.stats import studentized_range
+
+    if not 0 < alpha < 1:
+        raise InputError(f"alpha is {alpha}", expected="between 0 and 1, for example 0.05")
+    methods = int(np.sum(~np.isnan(checked(mean_ranks, "mean_ranks", ("methods",)))))
+    if methods < 2 or cases < 1:
+        return math.nan
+    quantile = float(studentized_range.ppf(1 - alpha, methods, np.inf)) / math.sqrt(2)
+    return quantile * math.sqrt(methods * (methods + 1) / (6 * cases))
+
+
+def groups(mean_ranks: ArrayLike, difference: float) -> list[tuple[int, ...]]:
+    """The largest sets of methods of which no two differ by ``difference`` or more: the bars of a rank diagram.
+
+    Methods may be in several sets; every ranked method is in one at least, alone if it differs from all others.
+
+    Args:
+        mean_ranks: ``(methods,)``; methods with NaN are in no set.
+        difference: Such as ``critical_difference``; NaN, when nothing can be told apart, gives one set of all.
+
+    Examples:
+        >>> groups([1.2, 3.7, 2.1, 2.9], difference=1.254)
+        [(0, 2), (2, 3), (3, 1)]
+    """
+    if difference <= 0:
+        raise InputError(f"difference is {difference}", expected="a positive number, such as critical_difference gives")
+    ranks = checked(mean_ranks, "mean_ranks", ("methods",))
+    order = [int(method) for method in np.argsort(ranks, kind="stable") if not math.isnan(ranks[method])]
+    found: list[tuple[int, ...]] = []
+    end = 0
+    for start, best in enumerate(order):
+        reach = start
+        while reach < len(order) and not ranks[order[reach]] - ranks[best] >= difference:
+            reach += 1
+        if reach > end or not found:
+            found.append(tuple(order[start:reach]))
+            end = reach
+    return found
+
+
+def _signs(lower_is_better: Direction, length: int, name: str) -> FloatArray:
+    """1 where lower is better, -1 where higher is, one for each of ``length``."""
+    lower = np.asarray(lower_is_better)
+    if lower.dtype != np.bool_ or lower.shape not in ((), (length,)):
+        raise InputError(
+            f"lower_is_better is {lower_is_better!r}",
+            expected=f"True or False, or one of them for each of {length} {name}",
+        )
+    return np.broadcast_to(np.where(lower, 1.0, -1.0), length)
+
+
+def _block_ranks(values: FloatArray, signs: FloatArray) -> tuple[FloatArray, NDArray[np.bool_]]:
+    """Ranks along the last axis, NaN in incomplete blocks; and which methods have any value."""
+    from scipy.stats import rankdata
+
+    missing = np.isnan(values)
+    present = np.asarray(~missing.all(axis=tuple(range(values.ndim - 1))))
+    complete = np.asarray(~missing[..., present].any(axis=-1))
+    ranks = np.full(values.shape, np.nan)
+    ranks[..., present] = np.where(complete[..., np.newaxis], rankdata((signs * values)[..., present], axis=-1), np.nan)
+    return ranks, present
