@@ -203,6 +203,13 @@ def test_a_matrix_that_meets_minus_infinity_says_so(backend):
         run(logits, torch.tensor([0]), backend, score_map=AffineMap(torch.ones(2, 2)))
 
 
+@pytest.mark.parametrize("largest", [149, 2**16 - 1, 2**16])
+def test_narrow_tables_of_bins_say_the_same(largest):
+    cpu = pytest.importorskip("segcal.kernels.cpu")
+    table = np.linspace(0, largest, 4096).astype(np.int64)
+    assert np.array_equal(cpu._narrow(table), table)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_to_count(backend):
     logits, labels = example()
