@@ -10,6 +10,7 @@ from segcal.metrics import METRICS
 from segcal.regions import REGIONS
 from segcal.results import Results
 from segcal.statistics import VoxelStatistics
+from segcal.tuning import tune
 from segcal.types import Case, Chunk, FitReport
 
 __version__ = "0.1.0"
@@ -35,5 +36,6 @@ __all__ = [
     "regions",
     "scores",
     "synthetic",
+    "tune",
     "write_dataset",
 ]

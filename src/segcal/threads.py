@@ -1,4 +1,4 @@
-"""How many threads torch may use."""
+"""How many threads torch and numpy may use."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def blas_threads(count: int) -> Iterator[None]:
+    """Let numpy's and scipy's linear algebra use ``count`` threads in this block; for the same reason."""
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    with threadpool_limits(count, user_api="blas"):
+        yield

@@ -5,13 +5,47 @@ from __future__ import annotations
 from pathlib import Path
 
 from segcal.calibrators import base
+from segcal.calibrators.affine import (
+    DirichletCalibration,
+    MatrixScaling,
+    TranslationInvariantMatrixScaling,
+    VectorScaling,
+)
 from segcal.calibrators.base import Calibrator
+from segcal.calibrators.conditional import ClassConditionalDirichlet, CMSArgmaxPreserving, CMSOrderPreserving
+from segcal.calibrators.ensemble_temperature import EnsembleTemperatureScaling
 from segcal.calibrators.temperature import TemperatureScaling
 
-__all__ = ["CALIBRATORS", "Calibrator", "TemperatureScaling", "load"]
+__all__ = [
+    "CALIBRATORS",
+    "CMSArgmaxPreserving",
+    "CMSOrderPreserving",
+    "Calibrator",
+    "ClassConditionalDirichlet",
+    "DirichletCalibration",
+    "EnsembleTemperatureScaling",
+    "MatrixScaling",
+    "TemperatureScaling",
+    "TranslationInvariantMatrixScaling",
+    "VectorScaling",
+    "load",
+]
 
 #: Calibrator id to class, as METHODS.md section 2 names them.
-CALIBRATORS: dict[str, type[Calibrator]] = {cls.id: cls for cls in (TemperatureScaling,)}
+CALIBRATORS: dict[str, type[Calibrator]] = {
+    cls.id: cls
+    for cls in (
+        TemperatureScaling,
+        EnsembleTemperatureScaling,
+        VectorScaling,
+        MatrixScaling,
+        TranslationInvariantMatrixScaling,
+        DirichletCalibration,
+        ClassConditionalDirichlet,
+        CMSArgmaxPreserving,
+        CMSOrderPreserving,
+    )
+}
 
 
 def load(path: str | Path) -> Calibrator:

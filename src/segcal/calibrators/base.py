@@ -5,21 +5,46 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from segcal.calibrators.storage import read_calibrator, write_calibrator
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.kernels import AffineMap
+from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
 from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
+VoxelBudget = Literal["auto", "all"]
+TensorPair = tuple[Tensor, Tensor]
+
+# Of the cases, where a calibrator needs validation data and was given none.
+_HELD_OUT = 0.2
+
+
+class FitData(NamedTuple):
+    """What a calibrator is fitted to: cases, cases to validate on, how many voxels to use, and a seed."""
+
+    cases: CaseSet
+    validation: CaseSet | None
+    voxels: VoxelBudget
+    seed: int
+
+    def held_out(self) -> FitData:
+        """The same with validation cases: a seeded fifth of the cases where none were given, all if there is one."""
+        if self.validation is not None:
+            return self
+        if len(self.cases) < 2:
+            return self._replace(validation=self.cases)
+        split = self.cases.split(1 - _HELD_OUT, _HELD_OUT, 0.0, seed=self.seed)
+        return self._replace(cases=split.calibration, validation=split.validation)
 
 
 class Fitted(NamedTuple):
@@ -34,6 +59,37 @@ class Fitted(NamedTuple):
     notes: Sequence[str] = ()
 
 
+class Choice(NamedTuple):
+    """One of some values, for a hyperparameter search."""
+
+    values: tuple[int, ...]
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        """A draw, by an Optuna trial."""
+        return trial.suggest_categorical(name, self.values)
+
+
+class LogUniform(NamedTuple):
+    """A number between bounds, uniform in its logarithm; with ``or_zero``, exactly zero half of the time."""
+
+    low: float
+    high: float
+    or_zero: bool = False
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        """A draw, by an Optuna trial."""
+        if self.or_zero and trial.suggest_categorical(f"{name} is zero", (True, False)):
+            return 0.0
+        return trial.suggest_float(name, self.low, self.high, log=True)
+
+
+class ParameterCount(NamedTuple):
+    """Scalars that the published parameterisation optimises, and those that the softmax can tell apart."""
+
+    optimised: int
+    identifiable: int
+
+
 class Calibrator(nn.Module, ABC):
     """A map from logits ``(N, C, *spatial)`` to calibrated log-probabilities of the same shape, dtype and device.
 
@@ -45,6 +101,10 @@ class Calibrator(nn.Module, ABC):
     translation_invariant: ClassVar[bool]
     preserves: ClassVar[Preserves | None]
     spatial: ClassVar[bool] = False
+    #: What ``segcal.tune(trials=...)`` varies: constructor arguments.
+    search_space: Mapping[str, Choice | LogUniform] = MappingProxyType({})
+    #: The trials of ``segcal.tune``.
+    tuning: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,42 +115,66 @@ class Calibrator(nn.Module, ABC):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _fit(self, cases: CaseSet, seed: int) -> Fitted:
-        """Set the parameters from the cases, starting at the identity."""
+    def _fit(self, data: FitData) -> Fitted:
+        """Set the parameters from the cases."""
+
+    def allocate(self, num_classes: int) -> None:
+        """Give parameters whose shape depends on the number of classes that shape."""
 
     def fit(
         self,
         data: CaseSet | Tensor,
         labels: Tensor | None = None,
         *,
+        validation: CaseSet | TensorPair | None = None,
         ignore_index: int = 255,
         mask: Tensor | None = None,
+        voxels: VoxelBudget = "auto",
         seed: int = 0,
-    ) -> Calibrator:
+    ) -> Self:
         """Fit to cases, or to logits and labels. Returns self; if it raises, the calibrator is as it was before.
 
         Args:
             data: A case set, which is streamed, or logits ``(N, C, *spatial)`` or ``(N, C)``.
             labels: ``(N, *spatial)``, with logits.
+            validation: Cases, or (logits, labels), for early stopping and selection. Calibrators that need them hold
+                out a fifth of the cases where none are given; exact ones do not need them.
             ignore_index: Label of voxels that do not count, with logits.
             mask: ``(N, *spatial)`` bool, True where a voxel counts, with logits.
-            seed: Of the sample that gives the solver its start.
+            voxels: ``"auto"`` may fit to a stratified sample, ``"all"`` is exact; ``fit_report`` says what was used.
+            seed: Of everything random.
         """
         if isinstance(data, CaseSet) == (labels is not None):
             problem = "labels come with cases" if labels is not None else "logits come without labels"
             raise InputError(problem, expected="fit(cases) or fit(logits, labels)")
+        if voxels not in ("auto", "all"):
+            raise InputError(f"voxels is {voxels!r}", expected="'auto' or 'all'")
         cases = data if isinstance(data, CaseSet) else _tensors_as_cases(data, labels, ignore_index, mask)
         if not len(cases):
             raise InputError("no cases to fit to", expected="at least one")
+        if isinstance(validation, tuple):
+            validation = _tensors_as_cases(*validation, ignore_index, None)
+        if validation is not None and validation.num_classes != cases.num_classes:
+            raise InputError(f"validation has {validation.num_classes} classes", expected=f"{cases.num_classes}")
+        return self._become(cases, lambda trial: trial._fit(FitData(cases, validation, voxels, seed)))
+
+    def _become(self, cases: CaseSet, fit: Callable[[Any], Fitted]) -> Self:
+        """Fit a copy and, if that does not raise, be it."""
         started = time.perf_counter()
         trial = copy.deepcopy(self)
         trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
-        found = trial._fit(cases, seed)
+        trial.allocate(cases.num_classes)
+        found = fit(trial)
         trial.fit_report = FitReport(
             **{**found._asdict(), "notes": tuple(found.notes)}, seconds=time.perf_counter() - started
         )
         self.__dict__.update(trial.__dict__)
         return self
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount | None:
+        """How many parameters the map has for so many classes (Kirscher et al., Table 2); None without parameters."""
+        return None
 
     # -- applying ------------------------------------------------------------------------------------------------------
 
@@ -106,9 +190,17 @@ class Calibrator(nn.Module, ABC):
             raise InputError(
                 f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"
             )
+        kernels = fast_maps(logits)
+        fast = None if kernels is None else self._fast(kernels, logits)
+        if fast is not None:
+            return fast
         exact = logits if logits.dtype == torch.float64 else logits.float()
         log_probs = self._scores(exact).log_softmax(1).to(logits.dtype)
         return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
+
+    def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
+        """What ``forward`` returns, from ``segcal.kernels.apply_cpu``; None where that has no loop for this map."""
+        return None
 
     def predict_proba(self, logits: Tensor) -> Tensor:
         """Calibrated probabilities."""
@@ -149,6 +241,7 @@ def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrat
     """Read a calibrator that was saved, checking everything; nothing is unpickled."""
     stored = read_calibrator(Path(path), tuple(calibrators))
     calibrator = calibrators[stored.id](**stored.arguments)
+    calibrator.allocate(stored.num_classes)
     wanted = {name: tuple(tensor.shape) for name, tensor in calibrator.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
     if wanted != found:

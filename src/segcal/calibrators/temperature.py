@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, Fitted
+from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
+from segcal.calibrators.first_pass import HIGHEST, LOWEST, FirstPass, TemperatureSlope
 from segcal.cases import CaseSet
-from segcal.errors import InputError
 from segcal.kernels import AffineMap
 from segcal.statistics import VoxelStatistics
 
-# 1 / temperature is kept within these: beyond, every softmax is uniform or one-hot to float32.
-LOWEST, HIGHEST = 1e-3, 1e3
-# Voxels of the sample that gives the start: its optimum is within about 1/300 of that of everything.
-SAMPLE_VOXELS = 100_000
+# Voxels of the sample that gives the start.
+SAMPLE_VOXELS = 50_000
 # Slope of the mean NLL by log beta at which the fit is done. The kernel holds beta in float32, which leaves slopes of a
 # few 1e-8; the NLL is then within 1e-14 of its minimum.
 TOLERANCE = 1e-7
@@ -59,17 +56,28 @@ class TemperatureScaling(Calibrator):
         """The map, to be fused into other passes."""
         return AffineMap(self.beta)
 
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """One."""
+        return ParameterCount(1, 1)
+
     def _scores(self, logits: Tensor) -> Tensor:
         # The difference to the maximum is exact; a product of large logits would round away small margins.
         return (logits - logits.amax(1, keepdim=True)) * self.beta.to(logits)
 
-    def _fit(self, cases: CaseSet, seed: int) -> Fitted:
-        identity = _pass(cases, 1.0)  # It also checks the data: scores, labels, at least one valid voxel.
-        if not identity.voxels:
-            raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
-        sample = _Sample.draw(cases, SAMPLE_VOXELS, seed)
-        beta = _root(sample)
-        curvature = _curvature(sample, beta)
+    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
+        log_probs: Tensor = kernels.apply_temperature(logits, float(self.beta))
+        return log_probs
+
+    def _fit(self, data: FitData) -> Fitted:
+        return self.fit_from(FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed), data.cases)
+
+    def fit_from(self, first: FirstPass, cases: CaseSet) -> Fitted:
+        """Set the temperature to the optimum on all cases, of which a first pass has drawn a sample."""
+        identity = _Point(1.0, first.nll, math.inf, first.total)
+        slope = TemperatureSlope(first.sample.thin(SAMPLE_VOXELS))
+        beta = slope.root()
+        curvature = slope.curvature(beta)
         points: list[_Point] = []
         while len(points) < _PASSES:
             point = _pass(cases, beta)
@@ -119,47 +127,3 @@ def _pass(cases: CaseSet, beta: float) -> _Point:
     count = statistics.count()
     nll, _, entropy = statistics.total().losses.sum(0) / max(count, 1)
     return _Point(beta, float(nll), float(nll - entropy), count)
-
-
-class _Sample(NamedTuple):
-    """Scores relative to the best ``(v, C)`` and to the label ``(v,)`` of a random sample of voxels, float64."""
-
-    gaps: Tensor
-    label_gap: Tensor
-
-    @classmethod
-    def draw(cls, cases: CaseSet, voxels: int, seed: int) -> _Sample:
-        generator = torch.Generator().manual_seed(seed)
-        share = -(-voxels // len(cases))
-        gaps, labels = [torch.zeros(0, cases.num_classes)], [torch.zeros(0, dtype=torch.int64)]
-        for case in cases:
-            flat = case.valid.flatten().nonzero()[:, 0].cpu()
-            chosen = flat[torch.randint(len(flat), (share,), generator=generator)] if len(flat) else flat
-            gaps.append(case.logits.movedim(1, -1).reshape(-1, cases.num_classes)[chosen].double().cpu())
-            labels.append(case.labels.flatten()[chosen].cpu())
-            del case
-        z, y = torch.cat(gaps).double(), torch.cat(labels)
-        z = z - z.amax(1, keepdim=True)
-        return cls(z, z.gather(1, y[:, None])[:, 0])
-
-    def slope(self, beta: float) -> float:
-        """Derivative of the sample's mean NLL by beta: mean over voxels of E_p[z] - z_y."""
-        p = (beta * self.gaps).softmax(1)
-        expected = torch.where(p > 0, p * self.gaps, 0.0).sum(1)
-        return float((expected - self.label_gap).mean())
-
-
-def _root(sample: _Sample) -> float:
-    """The sample's optimal beta within the bounds."""
-    if sample.slope(LOWEST) >= 0:
-        return LOWEST
-    if sample.slope(HIGHEST) <= 0:
-        return HIGHEST
-    return float(brentq(sample.slope, LOWEST, HIGHEST, xtol=1e-12, rtol=1e-10))
-
-
-def _curvature(sample: _Sample, beta: float) -> float:
-    """Second derivative of the sample's mean NLL by log beta, near its optimum: beta^2 Var_p[z]."""
-    p = (beta * sample.gaps).softmax(1)
-    z = torch.where(p > 0, sample.gaps, 0.0)
-    return beta**2 * float(((p * z**2).sum(1) - (p * z).sum(1) ** 2).mean())

@@ -144,6 +144,26 @@ class CaseSet(Sequence[Case]):
             *(self.select(sorted((i for name in part for i in members[name]), key=order.__getitem__)) for part in parts)
         )
 
+    def folds(self, count: int, *, seed: int = 0, groups: Groups | None = None) -> list[tuple[CaseSet, CaseSet]]:
+        """(The others, the fold) for each of ``count`` parts of nearly equal size, groups kept together as in split."""
+        members = _by_group(self.ids, groups or self.groups)
+        names = sorted(members)
+        if not 2 <= count <= len(names):
+            raise InputError(
+                f"{count} folds of {len(names)} groups", where="folds", expected="at least 2, and a group for each"
+            )
+        np.random.default_rng(seed).shuffle(names)
+        sizes = [len(self) // count + (part < len(self) % count) for part in range(count)]
+        parts = _fill([(name, len(members[name])) for name in names], sizes)
+        fold_of = {case: part for part, chosen in enumerate(parts) for name in chosen for case in members[name]}
+        return [
+            (
+                self.select([case for case in self.ids if fold_of[case] != part]),
+                self.select([case for case in self.ids if fold_of[case] == part]),
+            )
+            for part in range(count)
+        ]
+
 
 @contextmanager
 def _background() -> Iterator[Callable[[CaseRef], Future[Case]]]:

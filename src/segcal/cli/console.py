@@ -46,3 +46,13 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
             started = True
 
         yield step
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[Callable[[str], None]]:
+    """A spinner for work of unknown length, silent when not a terminal; called with the name of a step, it shows it."""
+    if not err.is_terminal:
+        yield lambda step: None
+        return
+    with err.status(title) as status:
+        yield lambda step: status.update(f"{title}: {escape(step)}")

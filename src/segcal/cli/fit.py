@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,27 @@ from rich.table import Table
 from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import open_cases
-from segcal.cli.console import out, progress
+from segcal.cli.console import out, progress, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, declared
 from segcal.errors import InputError
 from segcal.evaluate import evaluate
+from segcal.tuning import tune
+
+
+class Selection(str, Enum):
+    """The metric that tuning lowers."""
+
+    nll = "nll"
+    ece = "ece"
+    brier = "brier"
+
+
+class Voxels(str, Enum):
+    """How many voxels a fit uses."""
+
+    auto = "auto"
+    all = "all"
+
 
 _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
 
@@ -29,19 +47,28 @@ def fit_command(
     method: Annotated[str, typer.Option(help="One of: " + ", ".join(CALIBRATORS) + ".")] = "ts",
     layout: LayoutOption = None,
     labels: LabelsOption = None,
+    tune_by: Annotated[
+        Selection | None,
+        typer.Option("--tune", help="Choose the strength of regularisation on left-out images, by this metric."),
+    ] = None,
+    voxels: Annotated[Voxels, typer.Option(help="auto may fit to a sample of the voxels, all is exact.")] = Voxels.auto,
     test: Annotated[float, typer.Option(help="Share of the cases held out for the table; 0 fits to all.")] = 0.3,
     seed: Annotated[int, typer.Option(help="Of the split and the solver's start.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Fit one calibrator and show before and after on held-out cases.
 
-    Example: segcal fit study/ --method ts -o cal.safetensors
+    Example: segcal fit study/ --method cms-op --tune nll -o cal.safetensors
     """
     if method not in CALIBRATORS:
         raise InputError(f"method is '{method}'", where="--method", expected=f"one of {', '.join(CALIBRATORS)}")
     cases = open_cases(data, **declared(layout, labels))
     split = cases.split(1 - test, 0.0, test, seed=seed)
-    calibrator = CALIBRATORS[method]().fit(split.calibration, seed=seed)
+    with waiting(f"fitting {method}") as step:
+        if tune_by is None:
+            calibrator = CALIBRATORS[method]().fit(split.calibration, voxels=voxels.value, seed=seed)
+        else:
+            calibrator = tune(method, split.calibration, select=tune_by.value, seed=seed, progress=step)
     calibrator.save(output)
     assert calibrator.fit_report is not None
     shown: dict[str, dict[str, float]] = {}

@@ -9,17 +9,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import reference
+from segcal.kernels.experts import ExpertMap, Features
 from segcal.kernels.grid import FINE_BINS, BinGrid
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import AffineMap, Voxels
 
-__all__ = ["BACKENDS", "FINE_BINS", "AffineMap", "Backend", "BinGrid", "Tally", "Voxels", "tally"]
+__all__ = [
+    "BACKENDS",
+    "FINE_BINS",
+    "AffineMap",
+    "Backend",
+    "BinGrid",
+    "ExpertMap",
+    "Features",
+    "Tally",
+    "Voxels",
+    "fast_maps",
+    "tally",
+]
 
 Backend = Literal["auto", "reference", "numba"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba")
@@ -47,9 +62,26 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
     return kernel(voxels, threads or torch.get_num_threads()), voxels.energy_shift
 
 
+def fast_maps(logits: Tensor) -> ModuleType | None:
+    """``segcal.kernels.apply_cpu`` where it suits these logits: many, on the CPU, with no need of a gradient."""
+    if torch.compiler.is_compiling() or (logits.requires_grad and torch.is_grad_enabled()):
+        return None
+    if not _suits_numba(logits) or logits.numel() < _LARGE:
+        return None
+    try:
+        from segcal.kernels import apply_cpu
+    except ImportError:
+        return None
+    return apply_cpu
+
+
+def _suits_numba(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
 def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
     logits = voxels.logits
-    suits_numba = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    suits_numba = _suits_numba(logits)
     if backend == "auto":
         fast = _numba_kernel() if suits_numba and logits.numel() >= _LARGE else None
         return fast or reference.tally

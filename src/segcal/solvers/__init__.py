@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from segcal.solvers.lbfgs import projected_lbfgs
 from segcal.solvers.newton import Hessian, Problem, projected_newton
+from segcal.solvers.sampled import Whole, sampled_newton
 from segcal.solvers.scalar import newton_1d
 from segcal.solvers.solution import Solution
 from segcal.solvers.stochastic import Epoch, Training, adam
@@ -18,8 +19,10 @@ __all__ = [
     "Problem",
     "Solution",
     "Training",
+    "Whole",
     "adam",
     "newton_1d",
     "projected_lbfgs",
     "projected_newton",
+    "sampled_newton",
 ]

@@ -1,0 +1,123 @@
+"""One affine map for all voxels: vector, matrix and Dirichlet scaling."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segcal.calibrators.base import ParameterCount
+from segcal.calibrators.experts import ExpertCalibrator
+from segcal.kernels import AffineMap
+
+
+class MatrixScaling(ExpertCalibrator):
+    """``ms``: ``S(W z + b)`` (Guo et al., ICML 2017). Sees the gauge of the logits, and may change labels.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> report = MatrixScaling().fit(cases).fit_report
+        >>> report.converged, report.nll_after < report.nll_before
+        (True, True)
+    """
+
+    id = "ms"
+    translation_invariant = False
+    preserves = None
+    features = "logits"
+    routed = False
+
+    @property
+    def score_map(self) -> AffineMap:
+        """The map, to be fused into other passes."""
+        return AffineMap(self.weight[0], self.bias[0])
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """``C (C + 1)`` and ``C^2 - 1``."""
+        return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)
+
+
+class VectorScaling(MatrixScaling):
+    """``vs``: ``S(a z + b)``, a scale and a bias per class (Guo et al., ICML 2017). Sees the gauge of the logits.
+
+    Examples:
+        >>> import segcal
+        >>> plant = segcal.synthetic.ClassAffine([1.0, 1.5, 0.7], [0.0, 0.5, -0.5])
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), num_classes=3, plant=[plant])
+        >>> report = VectorScaling().fit(cases).fit_report
+        >>> report.converged, report.nll_after < report.nll_before
+        (True, True)
+    """
+
+    id = "vs"
+
+    @property
+    def score_map(self) -> AffineMap:
+        """The map, to be fused into other passes."""
+        return AffineMap(self.weight[0].diagonal(), self.bias[0])
+
+    def basis(self, num_classes: int) -> NDArray[np.float64]:
+        """Diagonal and biases."""
+        unit = np.eye(num_classes * (num_classes + 1)).reshape(num_classes, num_classes + 1, -1)
+        own = np.arange(num_classes)
+        return np.asarray(np.concatenate((unit[own, own], unit[own, -1])).T)
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """``2 C``, of which one shift of all biases is not seen."""
+        return ParameterCount(2 * num_classes, 2 * num_classes - 1)
+
+
+class TranslationInvariantMatrixScaling(ExpertCalibrator):
+    """``ms-c``: ``S(W z + b)`` with rows of W that share one sum, so the gauge drops out (Kirscher et al.).
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.GaugeOffsets(5.0)])
+        >>> sums = TranslationInvariantMatrixScaling().fit(cases).weight[0].sum(1)
+        >>> bool((sums - sums[0]).abs().max() < 1e-9)
+        True
+    """
+
+    id = "ms-c"
+    translation_invariant = True
+    preserves = None
+    features = "logits"
+    routed = False
+
+    def basis(self, num_classes: int) -> NDArray[np.float64]:
+        """Off-diagonal entries, each taken back from its row's diagonal; the common sum; biases."""
+        unit = np.eye(num_classes * (num_classes + 1)).reshape(num_classes, num_classes + 1, -1)
+        own = np.arange(num_classes)
+        rows, columns = np.nonzero(~np.eye(num_classes, dtype=bool))
+        moved = unit[rows, columns] - unit[rows, rows]
+        return np.asarray(np.concatenate((moved, unit[own, own].sum(0, keepdims=True), unit[own, -1])).T)
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """``C^2 + 1`` and ``C (C - 1)``."""
+        return ParameterCount(num_classes**2 + 1, num_classes * (num_classes - 1))
+
+
+class DirichletCalibration(ExpertCalibrator):
+    """``dc``: ``S(W log S(z) + b)`` (Kull et al., NeurIPS 2019). Translation invariant; may change labels.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> report = DirichletCalibration().fit(cases).fit_report
+        >>> report.converged, report.nll_after < report.nll_before
+        (True, True)
+    """
+
+    id = "dc"
+    translation_invariant = True
+    preserves = None
+    features = "log-probs"
+    routed = False
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """``C (C + 1)`` and ``C^2 - 1``."""
+        return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)

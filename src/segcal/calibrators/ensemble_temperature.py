@@ -1,0 +1,203 @@
+"""Ensemble temperature scaling: a mixture of the scaled, the original and the uniform distribution."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
+from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.temperature import TemperatureScaling
+from segcal.cases import CaseSet
+from segcal.errors import InputError
+from segcal.solvers import projected_newton, sampled_newton
+
+FloatArray = NDArray[np.float64]
+Objective = Literal["nll", "mse"]
+Terms = tuple[float, FloatArray, FloatArray]
+
+SAMPLE_VOXELS = 400_000
+# The weights of the start: inside the simplex, so that no label has probability zero.
+_START = (0.9, 0.05, 0.05)
+# Those of temperature scaling.
+_ALONE = (1.0, 0.0, 0.0)
+
+
+class EnsembleTemperatureScaling(Calibrator):
+    """``ets``: ``w1 S(z / T) + w2 S(z) + w3 / C``, weights on the simplex (Zhang et al., ICML 2020). Keeps the order.
+
+    T is that of ``ts``; then the weights have the least NLL (convex), or the least squared error with
+    ``objective="mse"``, as the authors have it.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> calibrator = EnsembleTemperatureScaling().fit(cases)
+        >>> calibrator.fit_report.converged, round(float(calibrator.weights.sum()), 6)
+        (True, 1.0)
+    """
+
+    id = "ets"
+    translation_invariant = True
+    preserves = "order"
+    beta: Tensor
+    weights: Tensor
+
+    def __init__(self, objective: Objective = "nll") -> None:
+        super().__init__()
+        if objective not in ("nll", "mse"):
+            raise InputError(f"objective is {objective!r}", expected="'nll' or 'mse'")
+        self.objective = objective
+        self.register_buffer("beta", torch.ones((), dtype=torch.float64))
+        self.register_buffer("weights", torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {"objective": self.objective}
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        parts = _log_parts(logits, self.beta.to(logits))
+        weights = self.weights.to(logits).log()
+        scores = torch.stack([part + weight for part, weight in zip(parts, weights, strict=True)]).logsumexp(0)
+        return torch.where(torch.isneginf(logits), -torch.inf, scores)
+
+    def _fit(self, data: FitData) -> Fitted:
+        first = FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed)
+        scaling = TemperatureScaling()
+        scaled = scaling.fit_from(first, data.cases)
+        sample, streaming = first.sample, data.voxels == "all" and not first.sample.complete
+        drawn = _Voxels(sample.logits.double(), sample.labels, sample.weights / sample.total)
+
+        def everything() -> Iterator[_Voxels]:
+            return _stream(data.cases, first.total) if streaming else iter([drawn])
+
+        parts_of = _parts_at(scaling.beta)
+        if self.objective == "nll":
+
+            def part(w: FloatArray) -> Terms:
+                return _nll(w, parts_of(drawn), drawn.weights)
+
+            def whole(w: FloatArray) -> tuple[float, FloatArray]:
+                terms = [_nll(w, parts_of(voxels), voxels.weights) for voxels in everything()]
+                return sum(term[0] for term in terms), np.sum([term[1] for term in terms], 0)
+
+            solution = (
+                sampled_newton(part, whole, _START, 0.0, 1.0, gain=1e-9)
+                if streaming
+                else projected_newton(part, _START, 0.0, 1.0)
+            )
+            weights, converged, certificate = solution.value, solution.converged, solution.certificate
+        else:
+            weights, converged, certificate = _least_squares(everything(), scaling.beta), True, 0.0
+        weights = weights / weights.sum()
+        # The temperature's NLL is of everything; what the mixture adds to it may come from a sample, but is small.
+        after = scaled.nll_after + sum(
+            float(voxels.weights @ _rise(weights, parts_of(voxels))) for voxels in everything()
+        )
+        notes, used = list(scaled.notes), first.total if streaming else len(sample)
+        if used < first.total:
+            error = sample.standard_error(_rise(weights, parts_of(drawn)))
+            notes.append(
+                f"weights fitted to a stratified sample of {used:,} of {first.total:,} voxels, which leaves a standard "
+                f"error of {error:.1e} in the mean NLL; voxels='all' is exact"
+            )
+        if after > (scaled.nll_after if self.objective == "nll" else first.nll):
+            notes.append("no mixture is better than the temperature alone, which is kept")
+            weights, after = np.array(_ALONE), scaled.nll_after
+        self.beta.copy_(scaling.beta)
+        self.weights.copy_(torch.from_numpy(weights))
+        return Fitted(
+            nll_before=first.nll,
+            nll_after=after,
+            converged=converged and scaled.converged,
+            certificate=certificate,
+            iterations=scaled.iterations,
+            voxels_used=used,
+            notes=notes,
+        )
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """A temperature and three weights, which sum to one."""
+        return ParameterCount(4, 3)
+
+
+class _Voxels(NamedTuple):
+    """``logits (n, C)``, ``labels (n,)`` and what each counts; the weights of all voxels sum to one."""
+
+    logits: Tensor
+    labels: Tensor
+    weights: FloatArray
+
+
+def _stream(cases: CaseSet, total: int) -> Iterator[_Voxels]:
+    for case in cases:
+        for chunk in case.chunks():
+            valid = chunk.labels != case.ignore_index
+            valid = valid if chunk.mask is None else valid & chunk.mask
+            labels = chunk.labels[valid].long()
+            yield _Voxels(chunk.logits.movedim(1, -1)[valid].double(), labels, np.full(len(labels), 1 / total))
+        del case
+
+
+def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logarithms of the three distributions ``(N, C, *spatial)``; the uniform one has only the possible classes."""
+    relative = logits - logits.amax(1, keepdim=True)
+    possible = (~torch.isneginf(logits)).to(logits)
+    uniform = -possible.sum(1, keepdim=True).log()
+    return (relative * beta).log_softmax(1), relative.log_softmax(1), uniform.expand_as(logits)
+
+
+def _parts_at(beta: Tensor) -> Callable[[_Voxels], FloatArray]:
+    """The label's probability in each of the three distributions ``(n, 3)``, remembered for the last voxels."""
+    known: list[tuple[_Voxels, FloatArray]] = []
+
+    def parts(voxels: _Voxels) -> FloatArray:
+        if not known or known[0][0] is not voxels:
+            chosen = [part.gather(1, voxels.labels[:, None])[:, 0] for part in _log_parts(voxels.logits, beta)]
+            known[:] = [(voxels, torch.stack(chosen, 1).exp().numpy())]
+        return known[0][1]
+
+    return parts
+
+
+def _nll(w: FloatArray, parts: FloatArray, weights: FloatArray) -> Terms:
+    """Value, gradient and Hessian of ``sum(w) - mean log(parts w)``: over ``w >= 0``, least where w sums to one."""
+    mixed = np.maximum(parts @ w, np.finfo(np.float64).tiny)
+    ratio = parts / mixed[:, None]
+    value = float(w.sum() - weights @ np.log(mixed))
+    return value, 1 - weights @ ratio, (ratio * weights[:, None]).T @ ratio
+
+
+def _rise(w: FloatArray, parts: FloatArray) -> FloatArray:
+    """How much higher each voxel's NLL ``(n,)`` is than that of temperature scaling."""
+    tiny = np.finfo(np.float64).tiny
+    return np.asarray(np.log(np.maximum(parts[:, 0], tiny)) - np.log(np.maximum(parts @ w, tiny)))
+
+
+def _least_squares(voxels: Iterator[_Voxels], beta: Tensor) -> FloatArray:
+    """The weights on the simplex with the least mean squared error, by trying every set of positive ones."""
+    gram, target = np.zeros((3, 3)), np.zeros(3)
+    for own in voxels:
+        parts = torch.stack(_log_parts(own.logits, beta), 1).exp()
+        weight = torch.from_numpy(own.weights)
+        gram += torch.einsum("nic,njc,n->ij", parts, parts, weight).numpy()
+        target += (parts.gather(2, own.labels[:, None, None].expand(-1, 3, 1))[:, :, 0].T @ weight).numpy()
+    best, least = np.array(_ALONE), np.inf
+    for size in (1, 2, 3):
+        for chosen in itertools.combinations(range(3), size):
+            index = list(chosen)
+            system = np.ones((size + 1, size + 1))  # with the multiplier of the constraint that they sum to one
+            system[:size, :size], system[size, size] = gram[np.ix_(index, index)], 0
+            w = np.zeros(3)
+            w[index] = np.linalg.lstsq(system, np.append(target[index], 1.0), rcond=None)[0][:size]
+            error = float(w @ gram @ w - 2 * target @ w)
+            if (w >= 0).all() and error < least:
+                best, least = w, error
+    return best

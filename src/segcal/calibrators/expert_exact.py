@@ -1,0 +1,214 @@
+"""The global optimum of an expert map: Newton's method on a sample, a few passes over everything, a certificate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.calibrators.base import Fitted
+from segcal.calibrators.expert_fit import Rows, Sums, expert_sums
+from segcal.calibrators.expert_problem import ExpertProblem
+from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.penalty import Quadratic, odir
+from segcal.cases import CaseSet
+from segcal.kernels import ExpertMap, Features, fast_maps
+from segcal.sampling import VoxelSample
+from segcal.solvers import Solution, projected_newton, sampled_newton
+
+if TYPE_CHECKING:
+    from segcal.calibrators.experts import ExpertCalibrator
+
+FloatArray = NDArray[np.float64]
+
+#: Voxels of the sample that ``voxels="auto"`` fits to.
+SAMPLE_VOXELS = 400_000
+# Of them, those whose curvature is computed: at least this many, and so many for each parameter,
+_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 120_000, 15
+# and the part of those on which Newton's method starts.
+_START = 3
+#: An expert with fewer voxels than this for each of its parameters is shrunk toward its parent.
+STARVED = 10
+# Curvature given to shifts of all classes alike, which no softmax sees, so that they stay where they are.
+_GAUGE = 1e-2
+# The solver ends when it expects to gain no more than this, in nats per voxel.
+_GAIN = 1e-7
+
+
+def fit_exactly(
+    calibrator: ExpertCalibrator, first: FirstPass, cases: CaseSet | None, start: FloatArray | None = None
+) -> Fitted:
+    """Set the calibrator to its optimum on the sample of a first pass or, given the cases, on everything."""
+    classes, sample, features = first.num_classes, first.sample, calibrator.features
+    threads = torch.get_num_threads()
+    centre = calibrator.scaled_identity(classes, first.beta())
+    penalties, notes = _penalties(calibrator, first, centre)
+    problem = ExpertProblem(centre.shape, features, calibrator.basis(classes), penalties, first.total, threads)
+    lower, upper = calibrator.bounds(classes, len(centre))
+    if problem.basis is None:
+        limits = lower.ravel(), upper.ravel()
+    else:
+        limits = np.full(problem.free * len(centre), lower.min()), np.full(problem.free * len(centre), upper.max())
+    streaming = cases is not None and not sample.complete
+    whole_rows = _rows(sample, features, len(centre))
+
+    def whole(x: FloatArray) -> tuple[Any, FloatArray]:
+        theta = problem.theta(x)
+        if streaming:
+            assert cases is not None
+            return problem.with_gradient(_stream(cases, theta, features), x)
+        return problem.with_gradient(expert_sums(whole_rows, theta, features, threads=threads), x)
+
+    rich = max(_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER * centre.size)
+    x = problem.x(centre if start is None else start)
+    if len(sample) > rich // _START and start is None:
+        few = _rows(sample.thin(rich // _START), features, len(centre))
+        x = projected_newton(lambda x: problem.with_curvature(few, x), x, *limits, tolerance=1e-6).value
+    solution: Solution[FloatArray]
+    if len(sample) <= rich and not streaming:
+        solution = projected_newton(lambda x: problem.with_curvature(whole_rows, x), x, *limits)
+    else:
+        some = _rows(sample.thin(rich), features, len(centre))
+        solution = sampled_newton(lambda x: problem.with_curvature(some, x), whole, x, *limits, gain=_GAIN)
+    return _conclude(calibrator, first, problem, solution, notes, streaming)
+
+
+def _rows(sample: VoxelSample, features: Features, experts: int) -> Rows:
+    return Rows.of(sample.logits, sample.labels, sample.weights, features, experts)
+
+
+def _stream(cases: CaseSet, theta: FloatArray, features: Features) -> Sums:
+    """Sums over every voxel of the cases."""
+    values = torch.from_numpy(theta)
+    mapping = ExpertMap(features, values[:, :, :-1], values[:, :, -1])
+    nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
+    for case in cases:
+        for chunk in case.chunks():
+            valid = chunk.labels != case.ignore_index
+            valid = valid if chunk.mask is None else valid & chunk.mask
+            if fast_maps(chunk.logits) is not None:
+                from segcal.kernels.expert_cpu import expert_gradient
+
+                own_nll, own_gradient = expert_gradient(chunk.logits, chunk.labels, valid, mapping)
+            else:
+                z = chunk.logits.movedim(1, -1)[valid]
+                rows = Rows.of(z, chunk.labels[valid], np.ones(len(z)), features, len(theta))
+                own_nll, own_gradient, _ = expert_sums(rows, theta, features)
+            nll += own_nll
+            gradient += own_gradient
+        del case
+    return Sums(nll, gradient, None)
+
+
+def _penalties(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) -> tuple[list[Quadratic], list[str]]:
+    """What is added to each expert's NLL, and what to tell the user about it."""
+    classes, features, (experts, outputs, inputs) = first.num_classes, calibrator.features, centre.shape
+    lower, upper = calibrator.bounds(classes, experts)
+    free = lower < upper
+    names = calibrator.class_names or tuple(str(k) for k in range(classes))
+    voxels = first.predicted if experts > 1 else np.array([first.total])
+    basis = calibrator.basis(classes)
+    size = int(free[0].sum()) if basis is None else basis.shape[1]
+    needed = STARVED * size
+    starved = [e for e in range(experts) if voxels[e] < needed]
+    absent = [k for k in range(classes) if not first.true[k]] if features != "gaps" else []
+    parents = centre
+    notes = []
+    if starved and experts > 1:
+        parents = _pooled(calibrator, first, centre)
+        few = ", ".join(f"{names[e]} ({voxels[e]:,})" for e in starved)
+        notes.append(f"predicted too rarely for an expert of its own, so shrunk toward the pooled map: {few}")
+    elif starved:
+        notes.append(
+            f"{first.total:,} voxels are few for {size} parameters, so the map is shrunk toward temperature scaling"
+        )
+    if absent:
+        listed = ", ".join(names[k] for k in absent)
+        notes.append(f"never true, so their part of the map is shrunk toward temperature scaling: {listed}")
+    penalties = []
+    for e in range(experts):
+        penalty = Quadratic(outputs * inputs)
+        if e in starved:
+            strength = needed / max(int(voxels[e]), 1) - 1
+            penalty.add(np.full(outputs * inputs, strength / first.total), parents[e].ravel())
+        rows_absent = np.zeros((outputs, inputs))
+        rows_absent[absent] = 1 / first.total
+        penalty.add(rows_absent.ravel(), parents[e].ravel())
+        if calibrator.shrinkage:
+            weights = free[e] * (2 * calibrator.shrinkage / free[e].sum() / experts)
+            penalty.add(weights.ravel(), centre[e].ravel())
+        if calibrator.off_diagonal or calibrator.bias_penalty:
+            matrix = odir(classes, features, e, calibrator.off_diagonal, calibrator.bias_penalty) / experts
+            penalty.add(matrix, calibrator.identity(classes)[e].ravel())
+        if not calibrator.constrained and not calibrator.shrinkage:
+            shifts = np.kron(np.ones((outputs, 1)), np.eye(inputs))  # of a column of theta, alike for all classes
+            seen = np.full(inputs, calibrator.off_diagonal > 0)
+            seen[-1] = calibrator.bias_penalty > 0
+            if basis is not None:  # a shift that the basis cannot express is no gauge: it would change the map
+                left = shifts - basis @ np.linalg.lstsq(basis, shifts, rcond=None)[0]
+                seen |= np.abs(left).max(0) > 1e-9
+            penalty.add(_GAUGE / outputs * (shifts * ~seen) @ shifts.T, centre[e].ravel())
+        penalties.append(penalty)
+    return penalties, notes
+
+
+def _pooled(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) -> FloatArray:
+    """One map for all winners, as the experts' parent ``(E, K, J + 1)``."""
+    features, total = calibrator.features, first.total
+    sample = first.sample.thin(_CURVATURE_VOXELS // _START)
+    rows = _rows(sample, features, 1)
+    start = calibrator.scaled_identity(first.num_classes, first.beta(), experts=1)
+    penalty = Quadratic(start.size)
+    penalty.add(np.full(start.size, STARVED * start.size / total**2), start.ravel())
+    problem = ExpertProblem(start.shape, features, None, [penalty], total, torch.get_num_threads())
+    lower, upper = calibrator.bounds(first.num_classes, 1)
+    solution = projected_newton(
+        lambda x: problem.with_curvature(rows, x), start.ravel(), lower.ravel(), upper.ravel(), tolerance=1e-6
+    )
+    lower, upper = calibrator.bounds(first.num_classes, len(centre))
+    return np.clip(np.broadcast_to(solution.value.reshape(start.shape), centre.shape), lower, upper)
+
+
+def _conclude(
+    calibrator: ExpertCalibrator,
+    first: FirstPass,
+    problem: ExpertProblem,
+    solution: Solution[FloatArray],
+    notes: list[str],
+    streaming: bool,
+) -> Fitted:
+    """Take the solution, unless the identity is better on the data themselves."""
+    sample, theta = first.sample, problem.theta(solution.value)
+    weights = sample.weights / sample.total
+    before = first.nll if streaming or sample.complete else float(weights @ _losses(sample.logits, sample.labels))
+    after = solution.objective - sum(own.value(theta[e].ravel()) for e, own in enumerate(problem.penalties))
+    if after > before:
+        notes = [*notes, "the penalties leave nothing better than the identity, which is kept"]
+        theta, after = calibrator.identity(first.num_classes), before
+    calibrator.set_parameters(theta)
+    if solution.flat:
+        notes = [*notes, "some parameters are not determined by the data: the likelihood is level along them"]
+    used = first.total if streaming else len(sample)
+    if used < first.total:
+        error = sample.standard_error(_losses(calibrator(sample.logits), sample.labels))
+        notes = [
+            *notes,
+            f"fitted to a stratified sample of {used:,} of {first.total:,} voxels, which leaves a standard error of "
+            f"{error:.1e} in the mean NLL; voxels='all' is exact",
+        ]
+    return Fitted(
+        nll_before=before,
+        nll_after=after,
+        converged=solution.converged,
+        certificate=solution.certificate,
+        iterations=solution.iterations,
+        voxels_used=used,
+        notes=notes,
+    )
+
+
+def _losses(scores: Tensor, labels: Tensor) -> FloatArray:
+    return np.asarray(torch.nn.functional.cross_entropy(scores.double(), labels, reduction="none").numpy())

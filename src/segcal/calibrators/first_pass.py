@@ -1,0 +1,100 @@
+"""What every exact fit begins with: one read of the data that checks them, measures the identity and draws a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+
+from segcal.cases import CaseSet
+from segcal.errors import InputError, SegcalError
+from segcal.sampling import VoxelSample, VoxelSampler
+from segcal.statistics import VoxelStatistics
+
+# 1 / temperature is kept within these: beyond, every softmax is uniform or one-hot to float32.
+LOWEST, HIGHEST = 1e-3, 1e3
+# Voxels of the sample that the temperature is fitted to.
+_TEMPERATURE_VOXELS = 50_000
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """A sample, how many voxels have each true and each predicted class ``(C,)``, and the NLL of the identity."""
+
+    sample: VoxelSample
+    true: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    nll: float
+
+    @classmethod
+    def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
+        """Read all cases once; raises where scores or labels are unfit."""
+        statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
+        sampler = VoxelSampler(cases.num_classes, voxels, seed)
+        for case in cases:
+            try:
+                for chunk in case.chunks():
+                    statistics.update(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+                    valid = chunk.labels != case.ignore_index
+                    sampler.add(chunk.logits, chunk.labels, valid if chunk.mask is None else valid & chunk.mask)
+            except SegcalError as error:
+                raise error.at(case=case.id) from None
+            del case
+        if not statistics.count():
+            raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+        total = statistics.total()
+        nll = float(total.losses.sum(0)[0]) / statistics.count()
+        if not np.isfinite(nll):
+            raise InputError(
+                "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
+                expected="impossible classes to be absent from the labels",
+                fix="mask these voxels, or write a finite logit",
+            )
+        return cls(sampler.sample(), total.confusion.sum(1), total.confusion.sum(0), nll)
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.true)
+
+    @property
+    def total(self) -> int:
+        """Voxels in the data."""
+        return self.sample.total
+
+    def beta(self) -> float:
+        """1 / temperature of the sample's least NLL, within bounds."""
+        return TemperatureSlope(self.sample.thin(_TEMPERATURE_VOXELS)).root()
+
+
+class TemperatureSlope:
+    """The derivative of a sample's mean NLL by beta = 1/T: the mean over voxels of ``E_p[z] - z_y``."""
+
+    def __init__(self, sample: VoxelSample) -> None:
+        z = sample.logits.double()
+        self.gaps = z - z.amax(1, keepdim=True)
+        self.label_gap = self.gaps.gather(1, sample.labels[:, None])[:, 0]
+        self.weights = torch.from_numpy(sample.weights / sample.total)
+
+    def __call__(self, beta: float) -> float:
+        """At a beta."""
+        p = (beta * self.gaps).softmax(1)
+        expected = torch.where(p > 0, p * self.gaps, 0.0).sum(1)
+        return float(self.weights @ (expected - self.label_gap))
+
+    def root(self) -> float:
+        """Where it is zero, or the bound that it points to."""
+        if self(LOWEST) >= 0:
+            return LOWEST
+        if self(HIGHEST) <= 0:
+            return HIGHEST
+        return float(brentq(self, LOWEST, HIGHEST, xtol=1e-12, rtol=1e-10))
+
+    def curvature(self, beta: float) -> float:
+        """The second derivative by log beta, near the optimum: ``beta^2 Var_p[z]``."""
+        p = (beta * self.gaps).softmax(1)
+        z = torch.where(p > 0, self.gaps, 0.0)
+        return beta**2 * float(self.weights @ ((p * z**2).sum(1) - (p * z).sum(1) ** 2))

@@ -1,0 +1,128 @@
+"""Calibrated log-probabilities of large CPU inputs, by one read of the logits and one write; numba, as ``cpu`` says.
+
+A block of voxels is copied to memory that stays in the core's cache; largest score, exp, log and what decides ties are
+loops over its voxels with unit stride. float16 and bfloat16 are converted piece by piece, and rounded once at the end.
+
+What must keep the argmax does so exactly: whatever would reach the winner's value in the type of the output gets the
+next smaller number of that type instead, as ``segcal.scores.keep_argmax`` has it. A voxel with a NaN, with +inf or
+without any possible class has no softmax, and gets NaN for every class.
+
+Values err by at most 5e-7 (temperature) or 1e-6 (experts) of 1 + the voxel's largest |log-probability|, before they are
+rounded to a smaller type. The winner's are relatively precise, to 3e-7, however sure the voxel is.
+
+Threads take pieces of 2^15 voxels in turn. Which of them writes a voxel does not matter to its bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.kernels import apply_loops, expert_loops
+from segcal.kernels.expert_cpu import pack
+from segcal.kernels.experts import ExpertMap
+from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, in_threads, matrix, workers
+
+# Maps columns start..stop of a matrix (C, V) to another matrix, from a column on.
+Loop = Callable[[NDArray[Any], int, int, NDArray[Any], int], None]
+
+
+def apply_temperature(logits: Tensor, beta: float, threads: int | None = None) -> Tensor:
+    """``log S(beta z)`` of logits ``(N, C, *spatial)``, with exactly their argmax and in their dtype.
+
+    Examples:
+        >>> apply_temperature(torch.tensor([[2.0, 0.0]]), 0.5).exp()
+        tensor([[0.7311, 0.2689]])
+    """
+    classes = logits.shape[1]
+
+    def new_loop(rounding: int) -> Loop:
+        block = apply_loops.new_block(classes, block_size(classes))
+        return lambda x, start, stop, out, to: apply_loops.temperature_range(
+            x, start, stop, np.float32(beta), rounding, block, out, to
+        )
+
+    return _map(logits, new_loop, threads)
+
+
+def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads: int | None = None) -> Tensor:
+    """``log S(expert_map(z))`` of logits ``(N, C, *spatial)`` in their dtype; ``keep`` keeps exactly their argmax.
+
+    Examples:
+        >>> identity = ExpertMap("margins", torch.eye(2)[None], torch.zeros(1, 2))
+        >>> apply_experts(torch.tensor([[2.0, 0.0]]), identity, keep=True).exp()
+        tensor([[0.8808, 0.1192]])
+    """
+    classes = logits.shape[1]
+    experts = pack(expert_map, classes)
+
+    def new_loop(rounding: int) -> Loop:
+        block = apply_loops.new_block(classes, block_size(classes))
+        scratch = expert_loops.new_scratch(classes, experts, block_size(classes))
+        return lambda x, start, stop, out, to: expert_loops.apply_range(
+            x, start, stop, experts, keep, rounding, block, scratch, out, to
+        )
+
+    return _map(logits, new_loop, threads)
+
+
+def strata(
+    logits: Tensor, labels: Tensor, confidences: Sequence[float], threads: int | None = None
+) -> NDArray[np.int64]:
+    """The stratum of every voxel of logits ``(N, C, *spatial)``, flat: by winner, correctness and confidence.
+
+    It is ``(2 winner + right) (n + 1) + level`` with ``level`` the number of the n ``confidences`` that are below the
+    voxel's. A voxel with NaN is of no use, and in any stratum.
+
+    Examples:
+        >>> strata(torch.tensor([[4.0, 0.0], [0.0, 0.1]]), torch.tensor([0, 0]), (0.6, 0.9))
+        array([5, 6])
+    """
+    classes, voxels = logits.shape[1], as_voxels(logits, labels)
+    count, edges = workers(voxels, threads), np.array(confidences, np.float32)
+    out = np.empty(labels.numel(), np.int64)
+
+    def work(turn: int) -> None:
+        block = apply_loops.new_block(classes, block_size(classes))
+        for piece in itertools.islice(voxels.pieces(), turn, None, count):
+            x, columns = matrix(voxels, piece)
+            flat = np.ascontiguousarray(voxels.flat(labels, piece).numpy(), np.int64)
+            apply_loops.strata_range(x, columns.start, columns.stop, flat, edges, block, out[piece.offset :])
+
+    in_threads(work, count)
+    return out
+
+
+def _map(logits: Tensor, new_loop: Callable[[int], Loop], threads: int | None) -> Tensor:
+    """Take all pieces through a loop, each thread with its own, into a new tensor."""
+    voxels = as_voxels(logits)
+    classes, per_image = logits.shape[1], math.prod(logits.shape[2:])
+    out = torch.empty(logits.shape, dtype=logits.dtype)
+    count = workers(voxels, threads)
+
+    def work(turn: int) -> None:
+        loop = new_loop(FLOATS.index(out.dtype))
+        for piece in itertools.islice(voxels.pieces(), turn, None, count):
+            x, columns = matrix(voxels, piece)
+            size = columns.stop - columns.start
+            if isinstance(piece.images, int):
+                rows, first = out[piece.images].view(classes, -1), piece.offset - piece.images * per_image
+                if out.dtype == torch.float32:
+                    loop(x, columns.start, columns.stop, rows.numpy(), first)
+                    continue
+                place = rows[:, first : first + size]
+            else:
+                place = out[piece.images].movedim(1, 0)
+            mapped = torch.empty(classes, size)
+            loop(x, columns.start, columns.stop, mapped.numpy(), 0)
+            place.copy_(mapped.view(place.shape))
+
+    in_threads(work, count)
+    return out

@@ -1,0 +1,180 @@
+"""Compiled loops that turn a block of logits into log-probabilities; ``segcal.kernels.apply_cpu`` calls them.
+
+A block is a few hundred voxels, class by class, in memory that stays in the core's cache.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# (numba infers the types of compiled functions itself)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from segcal.kernels.cpu_loops import _elementwise, _exp, _inlined, _log1p
+from segcal.kernels.tiles import fetch
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+#: Numbers in a cache line.
+LINE = 16
+# Types that values are rounded to in the end, by their place in ``pieces_cpu.FLOATS``.
+_FLOAT16, _BFLOAT16 = 1, 2
+
+
+class Block(NamedTuple):
+    """What is kept of the voxels of one block: ``scores (C, B)``, the others ``(B,)``."""
+
+    scores: Any
+    best: Any  # the largest score
+    winner: Any  # and its first index
+    rest: Any  # sum of exp(score - best) over the others
+    log_sum: Any
+    own: Any  # score, then log-probability, of the class that must stay first
+    below: Any  # the next smaller number
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> NDArray[Any]:
+    """An array that begins where a cache line does, as torch's do, so that no vector reaches over two."""
+    array: NDArray[Any] = torch.zeros(shape, dtype=dtype).numpy()
+    return array
+
+
+def new_block(classes: int, size: int) -> Block:
+    """Scratch memory for one thread. Rows are not a power of 2 apart: those would share a place in the cache."""
+    return Block(
+        scores=zeros(classes, size + LINE), best=zeros(size), winner=zeros(size, dtype=torch.int32),
+        rest=zeros(size), log_sum=zeros(size), own=zeros(size), below=zeros(size),
+    )  # fmt: skip
+
+
+@_elementwise
+def largest(z, size, best, winner):
+    """Each voxel's largest score and its first index.
+
+    Two classes at a time: the best so far is read and written half as often.
+    """
+    last = z.shape[0] - 1
+    row = z[0]
+    for v in range(size):
+        best[v] = row[v]
+        winner[v] = 0
+    for k in range(1, z.shape[0], 2):
+        next_k = min(k + 1, last)  # the last class may come twice, which changes nothing
+        row, index, next_row, next_index = z[k], np.int32(k), z[next_k], np.int32(next_k)
+        for v in range(size):
+            top, first = best[v], winner[v]
+            value, next_value = row[v], next_row[v]
+            first = index if value > top else first
+            top = value if value > top else top
+            winner[v] = next_index if next_value > top else first
+            best[v] = next_value if next_value > top else top
+
+
+@_elementwise
+def read(x, start, size, z, best, winner):
+    """Copy a block and find each voxel's largest score and its first index.
+
+    The next class is asked for meanwhile: a row is a page, and processors look ahead no further than that.
+    """
+    for k in range(x.shape[0]):
+        if k + 1 < x.shape[0]:
+            for column in range(start, start + size, LINE):
+                fetch(x, k + 1, column)
+        source, target = x[k, start : start + size], z[k]
+        for v in range(size):
+            target[v] = source[v]
+    largest(z, size, best, winner)
+
+
+@_inlined
+def _next_lower(value, rounding):
+    """The number next below ``value <= 0`` once that is rounded to the type in question.
+
+    Between float16's subnormal numbers this is too fine, but a winner so near 0 has no other near.
+    """
+    dropped = np.int32(13 if rounding == _FLOAT16 else (16 if rounding == _BFLOAT16 else 0))  # bits of the mantissa
+    step = np.int32(1) << dropped
+    bits = np.float32(-abs(value)).view(np.int32)  # a zero counts as negative
+    odd = (bits >> dropped) & 1
+    rounded = (bits + (step >> 1) - 1 + odd) & -step if dropped > 0 else bits
+    return np.int32(rounded + step).view(np.float32)
+
+
+@_elementwise
+def _sum_others(z, size, best, winner, beta, rest):
+    """Turn scores into ``beta (score - best)`` and sum their exp over the classes other than the winner.
+
+    The winner's own term is exactly 1 and left out, so that what is left (1 - confidence) keeps its relative precision
+    however confident the voxel is.
+    """
+    for v in range(size):
+        rest[v] = _ZERO
+    for k in range(z.shape[0]):
+        row, index = z[k], np.int32(k)
+        for v in range(size):
+            d = (row[v] - best[v]) * beta
+            e = _exp(d)
+            row[v] = d
+            rest[v] += _ZERO if winner[v] == index else e
+
+
+@_elementwise
+def write_log_softmax(b, size, beta, keep, kept, rounding, out, start):
+    """Write ``log softmax(beta (scores - best))``.
+
+    ``keep`` makes ``kept`` the argmax in the end, in the type that values are rounded to; ``b.own`` is its score.
+    """
+    z, best, log_sum, rest = b.scores, b.best, b.log_sum, b.rest
+    _sum_others(z, size, best, b.winner, beta, rest)
+    for v in range(size):
+        undefined = (best[v] - best[v]) + (rest[v] - rest[v])  # NaN where one of them is not finite, else 0
+        log_sum[v] = np.float32(_log1p(np.float64(rest[v]))) + undefined
+    if keep:
+        for v in range(size):
+            own = (b.own[v] - best[v]) * beta - log_sum[v]
+            b.own[v] = own
+            b.below[v] = _next_lower(own, rounding)
+        for k in range(z.shape[0]):
+            row, target, index = z[k], out[k, start : start + size], np.int32(k)
+            for v in range(size):
+                value = row[v] - log_sum[v]
+                value = b.below[v] if value > b.below[v] else value
+                target[v] = b.own[v] if kept[v] == index else value
+    else:
+        for k in range(z.shape[0]):
+            row, target = z[k], out[k, start : start + size]
+            for v in range(size):
+                target[v] = row[v] - log_sum[v]
+
+
+@_elementwise
+def temperature_range(x, start, stop, beta, rounding, b, out, to):
+    """Temperature scaling of columns ``start..stop`` of ``x (C, V)``, written to ``out (C, W)`` from column ``to``."""
+    block = b.best.shape[0]
+    for first in range(start, stop, block):
+        size = min(block, stop - first)
+        read(x, first, size, b.scores, b.best, b.winner)
+        for v in range(size):
+            b.own[v] = b.best[v]
+        write_log_softmax(b, size, beta, True, b.winner, rounding, out, to + first - start)
+
+
+@_elementwise
+def strata_range(x, start, stop, labels, edges, b, out):
+    """Write the strata of columns ``start..stop`` of ``x (C, V)``; ``labels`` and ``out`` begin at ``start``."""
+    block = b.best.shape[0]
+    for first in range(start, stop, block):
+        size = min(block, stop - first)
+        read(x, first, size, b.scores, b.best, b.winner)
+        _sum_others(b.scores, size, b.best, b.winner, _ONE, b.rest)
+        here, to = labels[first - start : first - start + size], out[first - start : first - start + size]
+        for v in range(size):
+            winner = np.int64(b.winner[v])
+            to[v] = (2 * winner + (winner == here[v])) * (edges.shape[0] + 1)
+        for edge in edges:
+            for v in range(size):
+                to[v] += _ONE / (_ONE + b.rest[v]) > edge

@@ -1,0 +1,129 @@
+"""The CPU twin of ``segcal.kernels.experts``: the maps' parameters as the loops want them, and the sums that fit them.
+
+Every voxel is described by its margins ``m_k = z_winner - z_k >= 0``. Up to a constant per voxel, which no softmax
+sees, logits and log-probabilities are ``a - m`` with one common number ``a``, so ``W x = -W m + a W 1``, and of the row
+sums ``W 1`` only their differences count: a gauge of any size costs no precision. Gaps are differences of neighbours.
+
+A block's voxels are ordered by expert (winner), each expert's are multiplied by its matrix tile by tile, and what comes
+out is put back in place. Gaps are sorted by a network of comparisons, each done for all voxels of a block at once.
+Features, scores and slopes of a voxel are float32; sums over up to 1024 voxels are float32, the rest float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.kernels import apply_loops, gradient_loops
+from segcal.kernels import expert_loops as loops
+from segcal.kernels.experts import ExpertMap, Features
+from segcal.kernels.pieces_cpu import as_voxels, block_size, in_threads, matrix, workers
+
+FloatArray = NDArray[np.float64]
+
+_CODES: dict[Features, int] = {
+    "margins": loops.MARGINS,
+    "logits": loops.LOGITS,
+    "log-probs": loops.LOG_PROBS,
+    "gaps": loops.GAPS,
+}
+# Sums are kept apart in as many parts as fit 64 MB and added in the end: how many threads there are does not matter.
+_PARTS, _NUMBERS = 8, 2**23
+
+
+def pack(expert_map: ExpertMap, classes: int) -> loops.Experts:
+    """The map as ``weight (E, K, J)``, with columns for margins or gaps, then the common number, then the bias."""
+    if classes != expert_map.num_classes:
+        raise InputError(f"logits have {classes} classes", expected=f"{expert_map.num_classes}, as the map has")
+    weight = expert_map.weight.detach().double().cpu().numpy()
+    bias = expert_map.bias.detach().double().cpu().numpy()[:, :, None]
+    if expert_map.features in ("margins", "gaps"):
+        columns = np.concatenate((-weight, -bias), 2)
+    else:
+        row_sums = weight.sum(2, keepdims=True)
+        columns = np.concatenate((-weight, row_sums - row_sums.mean(1, keepdims=True), bias), 2)
+    experts, outputs, inputs = columns.shape
+    packed = np.zeros((experts, loops.padded(outputs), inputs), np.float32)
+    packed[:, :outputs] = columns
+    pairs = sorting_pairs(classes if expert_map.features == "gaps" else 0)
+    return loops.Experts(_CODES[expert_map.features], packed, pairs)
+
+
+def sorting_pairs(length: int) -> NDArray[np.int64]:
+    """Places to compare and exchange in turn, which sort any numbers: Batcher's merge exchange (TAOCP 5.2.2 M).
+
+    Examples:
+        >>> sorting_pairs(3).tolist()
+        [[0, 2], [0, 1], [1, 2]]
+    """
+    pairs: list[tuple[int, int]] = []
+    top = 1 << max(0, (length - 1).bit_length() - 1)
+    bit = top
+    while bit > 0:
+        jump, remainder, distance = top, 0, bit
+        while True:
+            pairs += [(i, i + distance) for i in range(length - distance) if i & bit == remainder]
+            if jump == bit:
+                break
+            distance, jump, remainder = jump - bit, jump // 2, bit
+        bit //= 2
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def expert_gradient(
+    logits: Tensor, labels: Tensor, valid: Tensor, expert_map: ExpertMap, threads: int | None = None
+) -> tuple[FloatArray, FloatArray]:
+    """NLL ``(E,)`` and its gradient ``(E, K, J + 1)`` by weights and bias, sums over the valid voxels of each expert.
+
+    Of logits ``(N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``; labels of valid voxels are classes.
+
+    Examples:
+        >>> import torch
+        >>> identity = ExpertMap("logits", torch.eye(2)[None], torch.zeros(1, 2))
+        >>> everywhere = torch.ones(1, dtype=torch.bool)
+        >>> nll, gradient = expert_gradient(torch.zeros(1, 2), torch.tensor([1]), everywhere, identity)
+        >>> nll.round(4), gradient[0, :, -1]
+        (array([0.6931]), array([ 0.5, -0.5]))
+    """
+    classes = logits.shape[1]
+    experts = pack(expert_map, classes)
+    voxels = as_voxels(logits, labels, valid)
+    count, outputs, inputs = experts.weight.shape
+    shape = count, outputs, loops.padded(inputs)
+    parts = max(1, min(_PARTS, _NUMBERS // int(np.prod(shape))))
+    threads = min(workers(voxels, threads), parts)
+
+    def work(turn: int) -> list[tuple[FloatArray, FloatArray]]:
+        size = block_size(classes)
+        block, scratch = apply_loops.new_block(classes, size), loops.new_scratch(classes, experts, size)
+        sums = []
+        for part in range(turn, parts, threads):
+            nll, total = np.zeros(count), np.zeros(shape)
+            for piece in itertools.islice(voxels.pieces(), part, None, parts):
+                x, columns = matrix(voxels, piece)
+                counted = voxels.flat(valid, piece).numpy()
+                gradient_loops.gradient_range(
+                    x, columns.start, columns.stop,
+                    np.ascontiguousarray(voxels.flat(labels, piece).numpy(), np.int64),
+                    np.zeros(0, np.bool_) if counted.all() else np.ascontiguousarray(counted, np.bool_),
+                    experts, block, scratch, nll, total,
+                )  # fmt: skip
+            sums.append((nll, total))
+        return sums
+
+    by_thread = in_threads(work, threads)
+    in_order = [by_thread[part % threads][part // threads] for part in range(parts)]
+    nll, total = np.sum([nll for nll, _ in in_order], 0), np.sum([total for _, total in in_order], 0)
+    return nll, _gradient(total[:, : expert_map.weight.shape[1], :inputs], expert_map.features)
+
+
+def _gradient(total: FloatArray, features: Features) -> FloatArray:
+    """The gradient by the map's own parameters, from the sums of slope times what stands in the loops' columns."""
+    if features in ("margins", "gaps"):
+        return -total
+    margins, common, ones = total[:, :, :-2], total[:, :, -2:-1], total[:, :, -1:]
+    return np.concatenate((common - margins, ones), 2)

@@ -1,0 +1,53 @@
+"""Pieces of CPU logits for compiled loops, and the threads that work on them; see ``segcal.kernels.cpu``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.kernels.cpu import _pool
+from segcal.kernels.grid import BinGrid
+from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
+
+Result = TypeVar("Result")
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
+
+
+def as_voxels(logits: Tensor, labels: Tensor | None = None, valid: Tensor | None = None) -> Voxels:
+    """The voxels of logits ``(N, C, *spatial)``, to be taken piece by piece."""
+    if logits.device.type != "cpu" or logits.dtype not in FLOATS:
+        raise InputError(f"logits are {logits.dtype} on {logits.device}", expected="float32 or less on the CPU")
+    return Voxels(logits, logits.select(1, 0) if labels is None else labels, _NO_GRID, None, mask=valid)
+
+
+def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], slice]:
+    """A C-contiguous float32 matrix ``(C, V)`` and the piece's columns in it: the logits themselves where possible."""
+    scores, columns = voxels.scores(piece)
+    if scores.dtype != torch.float32 or not scores.is_contiguous():
+        scores, columns = scores[:, columns].float().contiguous(), slice(0, columns.stop - columns.start)
+    return scores.numpy(), columns
+
+
+def block_size(classes: int) -> int:
+    """Voxels to work on at once: six matrices ``(C, B)`` of float32 fill half a megabyte, which most caches hold."""
+    return max(128, min(1024, 20480 // classes // 64 * 64))
+
+
+def workers(voxels: Voxels, threads: int | None) -> int:
+    """How many threads have something to do; None asks for torch's number."""
+    pieces = math.ceil(voxels.labels.numel() / PIECE_VOXELS)
+    return max(1, min(threads or torch.get_num_threads(), pieces))
+
+
+def in_threads(work: Callable[[int], Result], count: int) -> list[Result]:
+    """What ``work(0)`` to ``work(count - 1)`` return, the first in this thread, the others at the same time."""
+    others = [_pool(count - 1).submit(work, turn) for turn in range(1, count)]
+    return [work(0), *(other.result() for other in others)]

@@ -1,0 +1,152 @@
+"""What loops over arrays cannot say, in LLVM's words: products whose sums stay in registers, and reading ahead.
+
+A product works on a tile of ``TILE`` voxels by ``ROWS`` rows. In a plain loop its sums would be read and written at
+every step, which takes four times as long. LLVM maps the vectors to what the processor has.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# (the arguments are numba's types and LLVM's values)
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+#: Voxels in a tile, and rows of a matrix that are worked on at once.
+TILE, ROWS = 16, 4
+
+_FLOAT, _DOUBLE, _LANE = ir.FloatType(), ir.DoubleType(), ir.IntType(32)
+_VECTOR, _LANES = ir.VectorType(_FLOAT, TILE), ir.VectorType(_LANE, TILE)
+_FUSED = ("contract",)
+_intrinsic: Any = intrinsic  # called with fewer arguments than defined, which type checkers cannot know
+
+
+class _Matrix:
+    """A C-contiguous matrix in compiled code."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        array = context.make_array(kind)(context, builder, value)
+        self._builder, self._data = builder, array.data
+        self.columns = cgutils.unpack_tuple(builder, array.shape)[1]
+
+    def at(self, row: Any, column: Any) -> Any:
+        """The address of a number."""
+        index = self._builder.add(self._builder.mul(row, self.columns), column)
+        return self._builder.gep(self._data, [index])
+
+    def vector_at(self, row: Any, column: Any) -> Any:
+        """The address of the ``TILE`` numbers from here on."""
+        return self._builder.bitcast(self.at(row, column), _VECTOR.as_pointer())
+
+
+def _next_rows(builder: Any, first: Any) -> list[Any]:
+    return [builder.add(first, ir.Constant(first.type, n)) for n in range(ROWS)]
+
+
+def _spread(builder: Any, number: Any, kind: Any = _VECTOR) -> Any:
+    """A vector of one number."""
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), number, _LANE(0))
+    return builder.shuffle_vector(single, single, ir.Constant(_LANES, [0] * TILE))
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+
+def _sum(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's numbers, by halves."""
+    width = TILE
+    while width > 1:
+        width //= 2
+        half = ir.VectorType(_LANE, width)
+        lower = builder.shuffle_vector(vector, vector, ir.Constant(half, list(range(width))))
+        upper = builder.shuffle_vector(vector, vector, ir.Constant(half, list(range(width, 2 * width))))
+        vector = builder.fadd(lower, upper)
+    return builder.extract_element(vector, _LANE(0))
+
+
+@_intrinsic
+def fetch(typing_context, x, row, column):
+    """Ask for the cache line of ``x[row, column]``, which is needed soon. ``x`` is a C-contiguous matrix."""
+
+    def generate(context, builder, signature, arguments):
+        address = _Matrix(context, builder, signature.args[0], arguments[0]).at(*arguments[1:])
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _LANE, _LANE, _LANE])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        reading, second_cache, data = _LANE(0), _LANE(2), _LANE(1)
+        builder.call(function, [builder.bitcast(address, pointer), reading, second_cache, data])
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.intp), generate
+
+
+@_intrinsic
+def multiply_tile(typing_context, weight, x, u, row, column):
+    """``u = weight x`` for ``ROWS`` rows of u from ``row`` and ``TILE`` columns from ``column``.
+
+    ``weight (K, J)``, ``x (J or more, B)`` and ``u (K, B)`` are float32.
+    """
+
+    def generate(context, builder, signature, arguments):
+        matrices = zip(signature.args[:3], arguments[:3], strict=True)
+        w, source, target = (_Matrix(context, builder, kind, value) for kind, value in matrices)
+        rows, column = _next_rows(builder, arguments[3]), arguments[4]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * TILE)) for _ in rows]
+        with cgutils.for_range(builder, w.columns) as loop:
+            values = builder.load(source.vector_at(loop.index, column), align=4)
+            for k, total in zip(rows, sums, strict=True):
+                scale = _spread(builder, builder.load(w.at(k, loop.index)))
+                builder.store(_multiply_add(builder, scale, values, builder.load(total)), total)
+        for k, total in zip(rows, sums, strict=True):
+            builder.store(builder.load(total), target.vector_at(k, column), align=4)
+        return context.get_dummy_value()
+
+    return types.void(weight, x, u, types.intp, types.intp), generate
+
+
+@_intrinsic
+def add_products(typing_context, u, x, total, row, other_row, start, stop):
+    """``total += u x'``, summed over columns ``start..stop``, for ``ROWS`` rows of u and of x.
+
+    ``u (K, B)`` and ``x (J, B)`` are float32, with ``TILE`` columns to spare; ``total (K, J)`` is float64.
+    """
+
+    def generate(context, builder, signature, arguments):
+        matrices = zip(signature.args[:3], arguments[:3], strict=True)
+        left, right, target = (_Matrix(context, builder, kind, value) for kind, value in matrices)
+        rows, others = _next_rows(builder, arguments[3]), _next_rows(builder, arguments[4])
+        start, stop = arguments[5:]
+        zeros = ir.Constant(_VECTOR, [0.0] * TILE)
+        sums = [[cgutils.alloca_once_value(builder, zeros) for _ in others] for _ in rows]
+
+        def add(column, mask):
+            def load(matrix, k):
+                values = builder.load(matrix.vector_at(k, column), align=4)
+                return values if mask is None else builder.select(mask, values, zeros)
+
+            first, second = [load(left, k) for k in rows], [load(right, j) for j in others]
+            for values, row_sums in zip(first, sums, strict=True):
+                for other_values, place in zip(second, row_sums, strict=True):
+                    builder.store(_multiply_add(builder, values, other_values, builder.load(place)), place)
+
+        step = ir.Constant(start.type, TILE)
+        count = builder.sub(stop, start)
+        left_over = builder.srem(count, step)
+        whole = builder.sub(stop, left_over)
+        with cgutils.for_range_slice(builder, start, whole, step, start.type) as (column, _):
+            add(column, None)
+        with builder.if_then(builder.icmp_signed(">", left_over, ir.Constant(start.type, 0))):
+            inside = _spread(builder, builder.trunc(left_over, _LANE), _LANES)
+            add(whole, builder.icmp_signed("<", ir.Constant(_LANES, list(range(TILE))), inside))
+        for k, row_sums in zip(rows, sums, strict=True):
+            for j, place in zip(others, row_sums, strict=True):
+                address = target.at(k, j)
+                number = builder.fpext(_sum(builder, builder.load(place)), _DOUBLE)
+                builder.store(builder.fadd(builder.load(address), number), address)
+        return context.get_dummy_value()
+
+    return types.void(u, x, total, *[types.intp] * 4), generate

@@ -1,0 +1,220 @@
+"""``tune``: how strongly to regularise a calibrator, chosen on images it was not fitted to.
+
+The exact optimum of a rich map fits its calibration images better than the next ones. Shrinking it toward temperature
+scaling, by a strength chosen on other images, keeps what carries over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from segcal.calibrators import CALIBRATORS, Calibrator
+from segcal.calibrators.expert_exact import SAMPLE_VOXELS
+from segcal.calibrators.experts import ExpertCalibrator
+from segcal.calibrators.first_pass import FirstPass
+from segcal.cases import CaseSet
+from segcal.errors import InputError, SegcalError
+from segcal.metrics import brier, ece, nll
+from segcal.statistics import VoxelStatistics
+from segcal.threads import blas_threads
+
+Select = Literal["nll", "ece", "brier"]
+
+#: Shrinkages of the path, from hardly different from temperature scaling to none.
+STRENGTHS = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+_METRICS: dict[Select, Any] = {"nll": nll, "ece": ece, "brier": brier}
+_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Arguments that were tried, and what they gave on images not fitted to."""
+
+    arguments: dict[str, Any]
+    nll: float
+    ece: float
+    brier: float
+
+
+def tune(
+    calibrator: Calibrator | str,
+    calibration: CaseSet,
+    validation: CaseSet | None = None,
+    *,
+    select: Select = "nll",
+    strengths: Sequence[float] = STRENGTHS,
+    trials: int = 20,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Calibrator:
+    """A fitted calibrator with the hyperparameters that do best on validation images.
+
+    Exact expert maps (``vs``, ``ms``, ``ms-c``, ``dc``, ``cdc``, ``cms-ap``, ``cms-op``) follow a path of falling
+    ``shrinkage`` toward the fitted temperature scaling, each solution being the start of the next. Without validation
+    images the strength is chosen by leaving out a fifth of the images at a time, and the map is then fitted to all.
+    Calibrators with a search space (``solver="adam"``, networks) take ``trials`` draws of Optuna's TPE sampler (extra
+    ``tune``). Those without hyperparameters are simply fitted.
+
+    ``select="nll"`` gives the best probabilities overall. ``"ece"`` gives the best top-label confidence, at some cost
+    in NLL: rich maps lower the NLL of all classes while their top-label calibration may get worse. ``"brier"`` is in
+    between.
+
+    Args:
+        calibrator: A calibrator, whose other arguments are kept, or an id of ``segcal.CALIBRATORS``.
+        calibration: What to fit to.
+        validation: What to choose on.
+        select: The metric that is to be lowest, pooled over the validation images.
+        strengths: The path.
+        trials: Draws of the sampler.
+        seed: Of samples, folds and the sampler.
+        progress: Called with the name of every step.
+
+    Returns:
+        The fitted calibrator; ``tuning`` lists the ``Trial`` of every choice, and the report's notes say which won.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(6, size=(32, 40), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> calibrator = tune("dc", cases[:4], cases[4:], strengths=(1.0, 0.01))
+        >>> len(calibrator.tuning), calibrator.fit_report.nll_after < calibrator.fit_report.nll_before
+        (2, True)
+    """
+    if select not in _METRICS:
+        raise InputError(f"select is {select!r}", expected="'nll', 'ece' or 'brier'")
+    if isinstance(calibrator, str):
+        if calibrator not in CALIBRATORS:
+            raise InputError(f"calibrator is '{calibrator}'", expected=f"one of {', '.join(CALIBRATORS)}")
+        calibrator = CALIBRATORS[calibrator]()
+    if isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact":
+        return _follow_path(calibrator, calibration, validation, select, strengths, seed, progress)
+    if calibrator.search_space:
+        return _search(calibrator, calibration, validation, select, trials, seed, progress)
+    tuned = copy.deepcopy(calibrator).fit(calibration, validation=validation, seed=seed)
+    tuned.tuning = ()
+    return tuned
+
+
+def _follow_path(
+    calibrator: ExpertCalibrator,
+    calibration: CaseSet,
+    validation: CaseSet | None,
+    select: Select,
+    strengths: Sequence[float],
+    seed: int,
+    progress: Callable[[str], None],
+) -> Calibrator:
+    if not strengths or any(not np.isfinite(s) or s < 0 for s in strengths):
+        raise InputError(f"strengths are {tuple(strengths)}", expected="penalties, zero or more, at least one")
+    falling = sorted(set(strengths), reverse=True)
+    if validation is not None:
+        parts = [(calibration, validation)]
+    elif len(calibration) > 1:
+        parts = calibration.folds(min(_FOLDS, len(calibration)), seed=seed)
+    else:
+        raise InputError("one case and no validation cases", expected="at least two cases to choose a strength by")
+    statistics = [VoxelStatistics(calibration.num_classes, (15,), classwise=False) for _ in falling]
+    paths = []
+    for number, (fitted_to, chosen_on) in enumerate(parts):
+        progress(f"path {number + 1} of {len(parts)}")
+        paths.append(_path(calibrator, fitted_to, falling, seed))
+        _measure(paths[-1], chosen_on, statistics)
+    tried = [
+        Trial({"shrinkage": strength}, *(float(metric(own)) for metric in (nll, ece, brier)))
+        for strength, own in zip(falling, statistics, strict=True)
+    ]
+    best = min(range(len(falling)), key=lambda index: getattr(tried[index], select))
+    if validation is not None:
+        tuned = paths[0][best]
+    else:
+        progress("fitting to all")
+        tuned = _path(calibrator, calibration, falling[: best + 1], seed)[-1]
+    chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
+    return _with_trials(
+        tuned, tried, f"shrinkage {falling[best]:g} has the lowest {select} on {chosen_on_what}, of {len(tried)} tried"
+    )
+
+
+def _path(
+    calibrator: ExpertCalibrator, cases: CaseSet, strengths: Sequence[float], seed: int
+) -> list[ExpertCalibrator]:
+    """Fitted calibrators, one for each strength, all to the same sample of voxels."""
+    first = FirstPass.over(cases, SAMPLE_VOXELS, seed)
+    path: list[ExpertCalibrator] = []
+    with blas_threads(1):
+        for strength in strengths:
+            arguments = {**calibrator.arguments(), "shrinkage": strength}
+            path.append(type(calibrator)(**arguments).fit_from(first, cases, path[-1] if path else None))
+    return path
+
+
+@torch.no_grad()
+def _measure(calibrators: Sequence[Calibrator], cases: CaseSet, statistics: Sequence[VoxelStatistics]) -> None:
+    """Add what each calibrator makes of the cases to its statistics; the cases are read once."""
+    for case in cases:
+        try:
+            for chunk in case.chunks():
+                for calibrator, own in zip(calibrators, statistics, strict=True):
+                    own.update(calibrator(chunk.logits), chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        del case
+
+
+def _search(
+    calibrator: Calibrator,
+    calibration: CaseSet,
+    validation: CaseSet | None,
+    select: Select,
+    trials: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> Calibrator:
+    try:
+        import optuna  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise SegcalError(
+            f"tuning '{calibrator.id}' needs optuna, which is not installed", fix="pip install 'segcal[tune]'"
+        ) from None
+    if validation is None:
+        if len(calibration) < 2:
+            raise InputError("one case and no validation cases", expected="at least two cases to choose by")
+        split = calibration.split(0.8, 0.2, 0.0, seed=seed)
+        calibration, validation = split.calibration, split.validation
+    tried: list[Trial] = []
+    fitted: list[Calibrator] = []
+
+    def objective(trial: Any) -> float:
+        progress(f"trial {len(tried) + 1} of {trials}")
+        arguments = {name: values.suggest(trial, name) for name, values in calibrator.search_space.items()}
+        candidate = type(calibrator)(**{**calibrator.arguments(), **arguments})
+        candidate.fit(calibration, validation=validation, seed=seed)
+        statistics = VoxelStatistics(calibration.num_classes, (15,), classwise=False)
+        _measure([candidate], validation, [statistics])
+        tried.append(Trial(arguments, *(float(metric(statistics)) for metric in (nll, ece, brier))))
+        value: float = getattr(tried[-1], select)
+        if value <= min(getattr(trial, select) for trial in tried):
+            fitted[:] = [candidate]
+        return value
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed)).optimize(objective, n_trials=trials)
+    finally:
+        optuna.logging.set_verbosity(before)
+    best = min(tried, key=lambda trial: getattr(trial, select))
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in best.arguments.items())
+    return _with_trials(fitted[0], tried, f"{chosen} has the lowest validation {select} of {len(tried)} trials")
+
+
+def _with_trials(calibrator: Calibrator, tried: Sequence[Trial], note: str) -> Calibrator:
+    assert calibrator.fit_report is not None
+    calibrator.fit_report = replace(calibrator.fit_report, notes=(note, *calibrator.fit_report.notes))
+    calibrator.tuning = tuple(tried)
+    return calibrator
