@@ -19,7 +19,7 @@ from segcal.calibrators import CALIBRATORS, Calibrator
 
 METHODS = ("ts", "ets", "cms-ap", "cms-op")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-CLASSES, CHUNK = 5, 2**20
+CLASSES, CHUNK = 5, 2**19
 
 
 def hard_logits(generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,12 @@
 """segcal makes the confidence of segmentation networks true."""
 
-from segcal import calibrators, metrics, regions, scores, synthetic
+from segcal import calibrators, fusion, losses, metrics, regions, scores, synthetic
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import CheckReport, check
 from segcal.errors import SegcalError
 from segcal.evaluate import evaluate
+from segcal.losses import LOSSES
 from segcal.metrics import METRICS
 from segcal.regions import REGIONS
 from segcal.results import Results
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CALIBRATORS",
+    "LOSSES",
     "METRICS",
     "REGIONS",
     "Case",
@@ -30,7 +32,9 @@ __all__ = [
     "calibrators",
     "check",
     "evaluate",
+    "fusion",
     "load",
+    "losses",
     "metrics",
     "open_cases",
     "regions",

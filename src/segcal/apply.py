@@ -11,7 +11,7 @@ import torch
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet, OutputFolder, ScoreWriter
 from segcal.errors import InputError, SegcalError
-from segcal.types import Case, row_slices
+from segcal.types import Case
 
 
 @dataclass
@@ -80,11 +80,9 @@ def apply(
 @torch.no_grad()
 def _write(calibrator: Calibrator, case: Case, writer: ScoreWriter, dtype: torch.dtype, report: ApplyReport) -> None:
     with writer.scores(case, dtype) as sink:
-        for rows in row_slices(case.shape):
-            logits = case.rows("logits", rows)
-            log_probs = calibrator(logits)
+        for rows, log_probs in calibrator.pieces(case):
             report.voxels += log_probs[:, 0].numel()
-            report.flips += int((log_probs.argmax(1) != logits.argmax(1)).sum())
+            report.flips += int((log_probs.argmax(1) != case.rows("logits", rows).argmax(1)).sum())
             sink.write(rows, log_probs)
 
 
@@ -93,7 +91,7 @@ def _write_confidence(calibrator: Calibrator, case: Case, output: OutputFolder, 
     batch, _, *spatial = case.shape
     shape = (batch, *spatial) if batch > 1 else tuple(spatial)
     with output.array(path, shape, "float32", case=case, row_axis=len(shape) - len(spatial)) as sink:
-        for rows in row_slices(case.shape):
-            confidence = calibrator(case.rows("logits", rows)).amax(1).exp().numpy()
+        for rows, log_probs in calibrator.pieces(case):
+            confidence = log_probs.amax(1).exp().numpy()
             index = (rows, *(slice(None),) * (len(spatial) - 1))
             sink.write((slice(None), *index) if batch > 1 else index, confidence if batch > 1 else confidence[0])

@@ -199,10 +199,11 @@ def _lowest(
     # A stratum without a voxel would be missing from all sums, and one with a single voxel from their standard errors.
     least = next(own for few in (2, 1, 0) if (own := np.minimum(held, few)).sum() <= voxels)
     quota = least + _fill(held - least, _shares(sizes), voxels - int(least.sum()))
-    order = np.lexsort((keys, strata))
-    first = np.concatenate(([0], np.cumsum(held)[:-1]))
-    rank = np.arange(len(order)) - first[strata[order]]
-    return np.sort(order[rank < quota[strata[order]]])
+    by_stratum = np.argsort(strata.astype(np.min_scalar_type(len(sizes))), kind="stable")  # fast for small types
+    chosen = np.zeros(len(strata), np.bool_)
+    for own, wanted in zip(np.split(by_stratum, np.cumsum(held)[:-1]), quota, strict=True):
+        chosen[own if wanted == len(own) else own[np.argpartition(keys[own], wanted)[:wanted]]] = True
+    return np.flatnonzero(chosen)
 
 
 def _shares(sizes: NDArray[np.int64]) -> NDArray[np.float64]:

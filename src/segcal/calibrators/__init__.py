@@ -14,6 +14,14 @@ from segcal.calibrators.affine import (
 from segcal.calibrators.base import Calibrator
 from segcal.calibrators.conditional import ClassConditionalDirichlet, CMSArgmaxPreserving, CMSOrderPreserving
 from segcal.calibrators.ensemble_temperature import EnsembleTemperatureScaling
+from segcal.calibrators.local import (
+    ImageTemperatureScaling,
+    LocalTemperatureScaling,
+    TranslationInvariantLocalTemperature,
+)
+from segcal.calibrators.meta import MetaCal
+from segcal.calibrators.nonparametric import HistogramBinning, IsotonicRegression
+from segcal.calibrators.selective import SelectiveScaling
 from segcal.calibrators.temperature import TemperatureScaling
 
 __all__ = [
@@ -24,8 +32,15 @@ __all__ = [
     "ClassConditionalDirichlet",
     "DirichletCalibration",
     "EnsembleTemperatureScaling",
+    "HistogramBinning",
+    "ImageTemperatureScaling",
+    "IsotonicRegression",
+    "LocalTemperatureScaling",
     "MatrixScaling",
+    "MetaCal",
+    "SelectiveScaling",
     "TemperatureScaling",
+    "TranslationInvariantLocalTemperature",
     "TranslationInvariantMatrixScaling",
     "VectorScaling",
     "load",
@@ -44,6 +59,13 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
         ClassConditionalDirichlet,
         CMSArgmaxPreserving,
         CMSOrderPreserving,
+        LocalTemperatureScaling,
+        TranslationInvariantLocalTemperature,
+        ImageTemperatureScaling,
+        SelectiveScaling,
+        MetaCal,
+        IsotonicRegression,
+        HistogramBinning,
     )
 }
 

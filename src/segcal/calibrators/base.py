@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,7 +19,7 @@ from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
-from segcal.types import Case, FitReport
+from segcal.types import Case, FitReport, row_slices
 
 Preserves = Literal["order", "argmax"]
 VoxelBudget = Literal["auto", "all"]
@@ -43,7 +43,8 @@ class FitData(NamedTuple):
             return self
         if len(self.cases) < 2:
             return self._replace(validation=self.cases)
-        split = self.cases.split(1 - _HELD_OUT, _HELD_OUT, 0.0, seed=self.seed)
+        held_out = max(1, round(_HELD_OUT * len(self.cases)))
+        split = self.cases.split(len(self.cases) - held_out, held_out, 0, seed=self.seed)
         return self._replace(cases=split.calibration, validation=split.validation)
 
 
@@ -98,9 +99,9 @@ class Calibrator(nn.Module, ABC):
     """
 
     id: ClassVar[str]
-    translation_invariant: ClassVar[bool]
-    preserves: ClassVar[Preserves | None]
-    spatial: ClassVar[bool] = False
+    translation_invariant: bool
+    preserves: Preserves | None
+    spatial: bool = False
     #: What ``segcal.tune(trials=...)`` varies: constructor arguments.
     search_space: Mapping[str, Choice | LogUniform] = MappingProxyType({})
     #: The trials of ``segcal.tune``.
@@ -201,6 +202,11 @@ class Calibrator(nn.Module, ABC):
     def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
         """What ``forward`` returns, from ``segcal.kernels.apply_cpu``; None where that has no loop for this map."""
         return None
+
+    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a case and their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
+        for rows in row_slices(case.shape):
+            yield rows, self(case.rows("logits", rows))
 
     def predict_proba(self, logits: Tensor) -> Tensor:
         """Calibrated probabilities."""

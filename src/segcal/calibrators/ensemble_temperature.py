@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from segcal.calibrators.first_pass import FirstPass
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.cases import CaseSet
 from segcal.errors import InputError
+from segcal.scores import keep_argmax
 from segcal.solvers import projected_newton, sampled_newton
 
 FloatArray = NDArray[np.float64]
@@ -25,8 +27,8 @@ Terms = tuple[float, FloatArray, FloatArray]
 SAMPLE_VOXELS = 400_000
 # The weights of the start: inside the simplex, so that no label has probability zero.
 _START = (0.9, 0.05, 0.05)
-# Those of temperature scaling.
-_ALONE = (1.0, 0.0, 0.0)
+# Those of temperature scaling and of the identity.
+_ALONE, _IDENTITY = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0)
 
 
 class EnsembleTemperatureScaling(Calibrator):
@@ -55,7 +57,7 @@ class EnsembleTemperatureScaling(Calibrator):
             raise InputError(f"objective is {objective!r}", expected="'nll' or 'mse'")
         self.objective = objective
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))
-        self.register_buffer("weights", torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+        self.register_buffer("weights", torch.tensor(_IDENTITY, dtype=torch.float64))
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -66,6 +68,18 @@ class EnsembleTemperatureScaling(Calibrator):
         weights = self.weights.to(logits).log()
         scores = torch.stack([part + weight for part, weight in zip(parts, weights, strict=True)]).logsumexp(0)
         return torch.where(torch.isneginf(logits), -torch.inf, scores)
+
+    def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
+        scaled, plain, uniform = self.weights.log().tolist()
+        if uniform > -math.inf and bool(torch.isneginf(logits).any()):
+            return None  # the uniform part has only the possible classes, whose number differs
+        exact = logits.float()
+        log_probs: Tensor = kernels.apply_temperature(exact, float(self.beta)).add_(scaled)
+        if plain > -math.inf:
+            log_probs = torch.logaddexp(log_probs, kernels.apply_temperature(exact, 1.0).add_(plain))
+        if uniform > -math.inf:
+            log_probs = torch.logaddexp(log_probs, torch.tensor(uniform - math.log(logits.shape[1])))
+        return keep_argmax(log_probs.to(logits.dtype), logits.argmax(1))
 
     def _fit(self, data: FitData) -> Fitted:
         first = FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed)
@@ -96,10 +110,12 @@ class EnsembleTemperatureScaling(Calibrator):
         else:
             weights, converged, certificate = _least_squares(everything(), scaling.beta), True, 0.0
         weights = weights / weights.sum()
+
+        def rise(w: FloatArray) -> float:
+            return sum(float(voxels.weights @ _rise(w, parts_of(voxels))) for voxels in everything())
+
         # The temperature's NLL is of everything; what the mixture adds to it may come from a sample, but is small.
-        after = scaled.nll_after + sum(
-            float(voxels.weights @ _rise(weights, parts_of(voxels))) for voxels in everything()
-        )
+        added = rise(weights)
         notes, used = list(scaled.notes), first.total if streaming else len(sample)
         if used < first.total:
             error = sample.standard_error(_rise(weights, parts_of(drawn)))
@@ -107,14 +123,14 @@ class EnsembleTemperatureScaling(Calibrator):
                 f"weights fitted to a stratified sample of {used:,} of {first.total:,} voxels, which leaves a standard "
                 f"error of {error:.1e} in the mean NLL; voxels='all' is exact"
             )
-        if after > (scaled.nll_after if self.objective == "nll" else first.nll):
+        if added > (0.0 if self.objective == "nll" else rise(np.array(_IDENTITY))):
             notes.append("no mixture is better than the temperature alone, which is kept")
-            weights, after = np.array(_ALONE), scaled.nll_after
+            weights, added = np.array(_ALONE), 0.0
         self.beta.copy_(scaling.beta)
         self.weights.copy_(torch.from_numpy(weights))
         return Fitted(
             nll_before=first.nll,
-            nll_after=after,
+            nll_after=scaled.nll_after + added,
             converged=converged and scaled.converged,
             certificate=certificate,
             iterations=scaled.iterations,
@@ -168,11 +184,16 @@ def _parts_at(beta: Tensor) -> Callable[[_Voxels], FloatArray]:
 
 
 def _nll(w: FloatArray, parts: FloatArray, weights: FloatArray) -> Terms:
-    """Value, gradient and Hessian of ``sum(w) - mean log(parts w)``: over ``w >= 0``, least where w sums to one."""
+    """Value, gradient and Hessian of ``sum(w) - mean log(parts w)``: over ``w >= 0``, least where w sums to one.
+
+    Of some of the voxels it is their share, so that shares add up to the whole.
+    """
+    share = float(weights.sum())
     mixed = np.maximum(parts @ w, np.finfo(np.float64).tiny)
     ratio = parts / mixed[:, None]
-    value = float(w.sum() - weights @ np.log(mixed))
-    return value, 1 - weights @ ratio, (ratio * weights[:, None]).T @ ratio
+    value = float(share * w.sum() - weights @ np.log(mixed))
+    with np.errstate(over="ignore", invalid="ignore"):  # near w = 0, a point that solvers try and refuse
+        return value, share - weights @ ratio, (ratio * weights[:, None]).T @ ratio
 
 
 def _rise(w: FloatArray, parts: FloatArray) -> FloatArray:

@@ -59,7 +59,7 @@ def fit_exactly(
         theta = problem.theta(x)
         if streaming:
             assert cases is not None
-            return problem.with_gradient(_stream(cases, theta, features), x)
+            return problem.with_gradient(_stream(cases, theta, features, fast=not first.impossible), x)
         return problem.with_gradient(expert_sums(whole_rows, theta, features, threads=threads), x)
 
     rich = max(_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER * centre.size)
@@ -73,6 +73,14 @@ def fit_exactly(
     else:
         some = _rows(sample.thin(rich), features, len(centre))
         solution = sampled_newton(lambda x: problem.with_curvature(some, x), whole, x, *limits, gain=_GAIN)
+        if not solution.converged:  # some expert has too few voxels in this part to be guided by them
+            x = solution.value
+            if streaming:
+                solution = sampled_newton(
+                    lambda x: problem.with_curvature(whole_rows, x), whole, x, *limits, gain=_GAIN
+                )
+            else:
+                solution = projected_newton(lambda x: problem.with_curvature(whole_rows, x), x, *limits)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 
@@ -80,8 +88,8 @@ def _rows(sample: VoxelSample, features: Features, experts: int) -> Rows:
     return Rows.of(sample.logits, sample.labels, sample.weights, features, experts)
 
 
-def _stream(cases: CaseSet, theta: FloatArray, features: Features) -> Sums:
-    """Sums over every voxel of the cases."""
+def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool) -> Sums:
+    """Sums over every voxel of the cases; the fast loops know nothing of impossible classes."""
     values = torch.from_numpy(theta)
     mapping = ExpertMap(features, values[:, :, :-1], values[:, :, -1])
     nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
@@ -89,7 +97,7 @@ def _stream(cases: CaseSet, theta: FloatArray, features: Features) -> Sums:
         for chunk in case.chunks():
             valid = chunk.labels != case.ignore_index
             valid = valid if chunk.mask is None else valid & chunk.mask
-            if fast_maps(chunk.logits) is not None:
+            if fast and fast_maps(chunk.logits) is not None:
                 from segcal.kernels.expert_cpu import expert_gradient
 
                 own_nll, own_gradient = expert_gradient(chunk.logits, chunk.labels, valid, mapping)

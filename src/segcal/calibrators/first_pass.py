@@ -28,16 +28,19 @@ class FirstPass:
     true: NDArray[np.int64]
     predicted: NDArray[np.int64]
     nll: float
+    impossible: bool  # whether some logit is -inf
 
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
         """Read all cases once; raises where scores or labels are unfit."""
         statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
         sampler = VoxelSampler(cases.num_classes, voxels, seed)
+        impossible = False
         for case in cases:
             try:
                 for chunk in case.chunks():
                     statistics.update(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+                    impossible |= bool(torch.isneginf(chunk.logits.amin()))
                     valid = chunk.labels != case.ignore_index
                     sampler.add(chunk.logits, chunk.labels, valid if chunk.mask is None else valid & chunk.mask)
             except SegcalError as error:
@@ -53,7 +56,7 @@ class FirstPass:
                 expected="impossible classes to be absent from the labels",
                 fix="mask these voxels, or write a finite logit",
             )
-        return cls(sampler.sample(), total.confusion.sum(1), total.confusion.sum(0), nll)
+        return cls(sampler.sample(), total.confusion.sum(1), total.confusion.sum(0), nll, impossible)
 
     @property
     def num_classes(self) -> int:

@@ -19,6 +19,8 @@ _FIRST_STEPS, _STEPS = 20, 1
 _SHORTER = 0.3  # a refused step is shortened to this
 # A step refused so often that by now promises less than the error of f, relative to f, cannot be judged.
 _REFUSALS, _NOISE = 5, 1e-7
+# A sample that finds no way down from a larger certificate than this is no guide: the minimum is elsewhere.
+_STATIONARY = 1e-5
 
 
 def sampled_newton(
@@ -85,6 +87,9 @@ def sampled_newton(
         rounding = _SHORTER**part.refusals * part.promised <= _NOISE * abs(part.value)
         return uncertain and part.promised > enough and not (part.refusals >= _REFUSALS and rounding)
 
+    def stuck(part: _Part, index: Index) -> bool:
+        return part.promised <= 0 and box[index].certificate(part.x, part.gradient) > max(tolerance, _STATIONARY)
+
     while passes < max_passes:
         here, slope = gather()
         if any(part.refusals == 0 for part in parts):
@@ -105,7 +110,9 @@ def sampled_newton(
         history.append(sum(part.value for part in parts))
     x, slope = gather()
     certificate, active = box.certificate(x, slope), box.active(x)
-    converged = not any(unfinished(part, index) for index, part in zip(indices, parts, strict=True))
+    converged = not any(
+        unfinished(part, index) or stuck(part, index) for index, part in zip(indices, parts, strict=True)
+    )
     return Solution(
         value=x,
         objective=history[-1],

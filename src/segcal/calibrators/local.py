@@ -1,0 +1,346 @@
+"""Temperatures that depend on the place, or on the image: ``lts``, ``lts-ti`` and ``ibts``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
+from segcal.calibrators.local_network import (
+    GATES,
+    LEAVES,
+    TAPS,
+    Inputs,
+    Neighbourhood,
+    TemperatureTree,
+    Window,
+    check_image,
+    check_space,
+    network_inputs,
+    temperature,
+)
+from segcal.calibrators.local_training import Recipe, fit_network
+from segcal.calibrators.temperature import TemperatureScaling
+from segcal.errors import InputError, SegcalError
+from segcal.scores import keep_argmax
+from segcal.types import Case, row_slices
+
+# Scores of a tile: few enough for the core's cache, many enough that the halo costs little.
+TILE_VALUES = 2**19
+
+# Logits and image of some rows.
+Reader = Callable[[slice], tuple[Tensor, Tensor | None]]
+
+
+class LocalTemperatureScaling(Calibrator):
+    """``lts``: ``S(z / T(v))``, a temperature for every voxel from the logits around it (Ding et al., ICCV 2021).
+
+    ``T(v)`` is the temperature of ``ts`` times the output of a ``TemperatureTree``, trained by Adam on crops of the
+    cases until the NLL of held-out crops stops falling. Where it does not beat ``ts`` there, the calibrator is ``ts``,
+    and ``fit_report.notes`` say so. The order of the classes is kept. The network sees raw logits, and so their gauge:
+    ``lts-ti`` does not.
+
+    Voxels see neighbours up to 4 away; images are mirrored at their border, as often as it takes where they are smaller
+    than that. Logits without a plane, ``(N, C)`` or ``(N, C, L)``, are calibrated as if all neighbours were alike.
+    Large inputs are taken in tiles of rows with a halo, which gives the same as all at once but for the last bit.
+
+    Args:
+        image_channels: Channels of the cases' images, which the network then sees too; 0 leaves images out.
+        neighbourhood: ``"plane"`` takes volumes slice by slice, ``"volume"`` has kernels in all three axes.
+        epochs: Passes over the crops at most.
+        rate: Of Adam, after an epoch at a tenth of it, where a kernel has up to 100 inputs; with more it is smaller in
+            proportion.
+        weight_decay: Of Adam, decoupled.
+
+    Examples:
+        >>> import segcal
+        >>> plant = [segcal.synthetic.SpatialTemperature()]
+        >>> cases = segcal.synthetic.scenes(8, size=(48, 64), plant=plant, coherence=0)
+        >>> calibrator = LocalTemperatureScaling(epochs=5).fit(cases)
+        >>> calibrator.temperature_map(cases[0].logits).shape
+        torch.Size([1, 1, 48, 64])
+    """
+
+    id = "lts"
+    translation_invariant = False
+    preserves = "order"
+    spatial = True
+    inputs: Inputs = "logits"
+    per_image: ClassVar[bool] = False
+    beta: Tensor
+
+    def __init__(
+        self,
+        image_channels: int = 0,
+        neighbourhood: Neighbourhood = "plane",
+        epochs: int = 40,
+        rate: float = 1e-3,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if image_channels < 0:
+            raise InputError(f"image_channels is {image_channels}", expected="a number of channels, 0 for no image")
+        if neighbourhood not in ("plane", "volume"):
+            raise InputError(f"neighbourhood is {neighbourhood!r}", expected="'plane' or 'volume'")
+        self.image_channels, self.neighbourhood = image_channels, neighbourhood
+        self.epochs, self.rate, self.weight_decay = epochs, rate, weight_decay
+        self.register_buffer("beta", torch.ones((), dtype=torch.float64))
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's."""
+        names = ("image_channels", "neighbourhood", "epochs", "rate", "weight_decay")
+        return {name: getattr(self, name) for name in names}
+
+    def allocate(self, num_classes: int) -> None:
+        """A new network."""
+        self.network = TemperatureTree(
+            num_classes, image_channels=self.image_channels, neighbourhood=self.neighbourhood
+        )
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """``7 (25 C + 1)``, without images and in the plane."""
+        count = (LEAVES + GATES) * (num_classes * TAPS**2 + 1)
+        return ParameterCount(count, count)
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    def _fit(self, data: FitData) -> Fitted:
+        start = TemperatureScaling()
+        start.fit(data.cases, seed=data.seed)
+        assert start.fit_report is not None
+        if not math.isfinite(start.fit_report.nll_before):
+            raise InputError(
+                "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
+                expected="impossible classes to be absent from the labels",
+                fix="mask these voxels, or write a finite logit",
+            )
+        self.beta.copy_(start.beta)
+        held = data.held_out()
+        assert held.validation is not None
+        recipe = Recipe(
+            inputs=self.inputs,
+            per_image=self.per_image,
+            epochs=self.epochs,
+            rate=self.rate,
+            weight_decay=self.weight_decay,
+            everything=data.voxels == "all",
+            seed=data.seed,
+        )
+        found = fit_network(self.network, float(start.beta), held.cases, held.validation, recipe)
+        fitted = Fitted(
+            nll_before=start.fit_report.nll_before,
+            nll_after=start.fit_report.nll_after,
+            converged=found.converged,
+            certificate=start.fit_report.certificate,
+            iterations=found.iterations,
+            voxels_used=found.voxels,
+            notes=[*start.fit_report.notes, found.message],
+        )
+        nll = self._nll(data) if found.better else math.inf
+        if nll <= fitted.nll_after:
+            return fitted._replace(nll_after=nll, certificate=found.gradient)
+        self.network.reset()
+        if found.better:
+            worse = f"NLL {nll:.6g} of all cases, with one temperature {fitted.nll_after:.6g}: worse, so this is ts"
+            return fitted._replace(notes=[*fitted.notes, worse])
+        return fitted
+
+    @torch.no_grad()
+    def _nll(self, data: FitData) -> float:
+        """Mean NLL of all valid voxels."""
+        total, count = 0.0, 0
+        for case in data.cases:
+            for rows, log_probs in self.pieces(case):
+                labels, mask = case.rows("labels", rows).long(), case.rows("mask", rows)
+                valid = (labels != case.ignore_index) if mask is None else (labels != case.ignore_index) & mask
+                own = log_probs.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
+                total -= float(own[valid].double().sum())
+                count += int(valid.sum())
+            del case
+        return total / count
+
+    # -- applying ------------------------------------------------------------------------------------------------------
+
+    def forward(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
+        """Calibrated log-probabilities, in the dtype and on the device of the input.
+
+        Args:
+            logits: ``(N, C, *spatial)``.
+            image: ``(N, channels, *spatial)``, or one for all, where the calibrator was fitted to images.
+        """
+        self._check(logits, image)
+        if logits.ndim < 4:
+            return _scaled(logits, self._point_temperature(logits))
+        means = self._image_temperature(tuple(logits.shape), _reader(logits, image))
+        tiles = self._tiles(tuple(logits.shape), _reader(logits, image), means)
+        return torch.cat([_scaled(z, t) for _, z, t in tiles], 2)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return self.forward(logits)
+
+    def predict_proba(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
+        """Calibrated probabilities."""
+        return self.forward(logits, image).exp()
+
+    def temperature_map(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
+        """The temperatures ``(N, 1, *spatial)`` that the logits are divided by, in float32 at least.
+
+        Args:
+            logits: ``(N, C, *spatial)``.
+            image: As ``forward`` takes it.
+        """
+        self._check(logits, image)
+        if logits.ndim < 4:
+            return self._point_temperature(logits)
+        means = self._image_temperature(tuple(logits.shape), _reader(logits, image))
+        return torch.cat([t for _, _, t in self._tiles(tuple(logits.shape), _reader(logits, image), means)], 2)
+
+    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a case and their log-probabilities, in order; only some rows with their halo are in memory."""
+
+        def read(rows: slice) -> tuple[Tensor, Tensor | None]:
+            return case.rows("logits", rows), case.source.image(rows) if self.image_channels else None
+
+        if not case.source.sliceable:
+            case.load()
+        try:
+            check_space(case.shape[2:], self.network.kernel_axes)
+            means = self._image_temperature(case.shape, read)
+            for rows, logits, temperatures in self._tiles(case.shape, read, means):
+                yield rows, _scaled(logits, temperatures)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+
+    def _image_temperature(self, shape: tuple[int, ...], read: Reader) -> Tensor | None:
+        """One temperature for each image ``(N,)``, where there is one."""
+        return None
+
+    def _tiles(
+        self, shape: tuple[int, ...], read: Reader, means: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows, their logits and their temperatures ``(N, 1, rows, ...)``."""
+        for rows in row_slices(shape, TILE_VALUES):
+            if means is None:
+                logits, temperatures = self._tile(rows, shape, read)
+            else:
+                logits, _ = read(rows)
+                temperatures = means.view(-1, *[1] * (logits.ndim - 1)).expand(-1, 1, *logits.shape[2:])
+            yield rows, logits, temperatures
+
+    def _tile(self, rows: slice, shape: tuple[int, ...], read: Reader) -> tuple[Tensor, Tensor]:
+        batch, _, *spatial = shape
+        window = Window.of_rows(rows, tuple(spatial), self.network.kernel_axes)
+        source, image = read(window.source)
+        if self.image_channels:
+            image = check_image(image, self.image_channels, tuple(source.shape))
+        factor = self.network(
+            window.padded(network_inputs(_exact(source), self.inputs)),
+            None if image is None else window.padded(image.to(_exact(source)).expand(batch, *image.shape[1:])),
+        )
+        logits = window.inside(source)
+        return logits, temperature(factor.view(batch, 1, *logits.shape[2:]), self.beta.to(factor))
+
+    def _point_temperature(self, logits: Tensor) -> Tensor:
+        if self.image_channels:
+            raise InputError(
+                f"logits have shape {tuple(logits.shape)}", expected="a plane or a volume, as the network sees images"
+            )
+        points = network_inputs(_exact(logits), self.inputs).movedim(1, -1)
+        factor = self.network.at_points(points.reshape(-1, logits.shape[1]))
+        return temperature(factor.view(logits.shape[0], 1, *logits.shape[2:]), self.beta.to(factor))
+
+    def _check(self, logits: Tensor, image: Tensor | None) -> None:
+        if self.num_classes is None:
+            raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
+        if logits.ndim < 2 or logits.shape[1] != self.num_classes:
+            raise InputError(
+                f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"
+            )
+        if logits.ndim > 3:
+            check_space(tuple(logits.shape[2:]), self.network.kernel_axes)
+        if image is not None and not self.image_channels:
+            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
+        if self.image_channels:
+            check_image(image, self.image_channels, tuple(logits.shape))
+
+
+class TranslationInvariantLocalTemperature(LocalTemperatureScaling):
+    """``lts-ti``: as ``lts``, but the network sees ``log S(z)``, so that the gauge of the logits does not matter.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.SpatialTemperature()])
+        >>> calibrator = TranslationInvariantLocalTemperature(epochs=2).fit(cases)
+        >>> z = cases[0].logits
+        >>> bool(torch.allclose(calibrator(z), calibrator(z + 7.0), atol=1e-4))
+        True
+    """
+
+    id = "lts-ti"
+    translation_invariant = True
+    inputs = "log-probs"
+
+
+class ImageTemperatureScaling(LocalTemperatureScaling):
+    """``ibts``: ``S(z / T_i)``, one temperature per image: the mean over it of what the network of ``lts`` gives.
+
+    The network sees ``log S(z)``, and the map is translation invariant; the original (Ding et al.) had it see raw
+    logits. The mean takes a pass over the image of its own, before the one that calibrates.
+
+    Args:
+        inputs: ``"log-probs"``, or ``"logits"`` for the original.
+        options: As for ``lts``.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(8, size=(48, 64), plant=[segcal.synthetic.ImageTemperature()], coherence=0)
+        >>> calibrator = ImageTemperatureScaling(epochs=5).fit(cases)
+        >>> len(calibrator.temperature_map(cases[0].logits).unique())
+        1
+    """
+
+    id = "ibts"
+    translation_invariant = True
+    per_image = True
+
+    def __init__(self, inputs: Inputs = "log-probs", **options: Any) -> None:
+        super().__init__(**options)
+        if inputs not in ("logits", "log-probs"):
+            raise InputError(f"inputs is {inputs!r}", expected="'logits' or 'log-probs'")
+        self.inputs = inputs
+        self.translation_invariant = inputs == "log-probs"
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's."""
+        return {**super().arguments(), "inputs": self.inputs}
+
+    def _image_temperature(self, shape: tuple[int, ...], read: Reader) -> Tensor:
+        tiles = [self._tile(rows, shape, read)[1] for rows in row_slices(shape, TILE_VALUES)]
+        return torch.cat([tile.flatten(1) for tile in tiles], 1).double().mean(1).to(tiles[0])
+
+    def _point_temperature(self, logits: Tensor) -> Tensor:
+        temperatures = super()._point_temperature(logits)
+        own = temperatures.double().flatten(1).mean(1).to(temperatures)
+        return own.view(-1, *[1] * (logits.ndim - 1)).expand_as(temperatures)
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _reader(logits: Tensor, image: Tensor | None) -> Reader:
+    return lambda rows: (logits[:, :, rows], None if image is None else image[:, :, rows])
+
+
+def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """``log S(z / T)`` in the type of the logits, with their argmax."""
+    exact = _exact(logits)
+    best, winner = exact.max(1, keepdim=True)  # argmax, by a quicker loop
+    # The difference to the maximum is exact; a quotient of large logits would round away small margins.
+    log_probs = ((exact - best) / temperatures).log_softmax(1).to(logits.dtype)
+    return keep_argmax(log_probs, winner.squeeze(1))

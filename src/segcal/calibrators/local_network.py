@@ -1,0 +1,232 @@
+"""The network of local temperature scaling: a tree of gated convolutions, and the borders and tiles that it needs.
+
+A voxel's temperature depends on voxels up to ``HALO`` away, so some rows of an image need as many more on either side.
+Past the border the image is mirrored, without repeating the border itself; an axis of n voxels has the period
+``2 (n - 1)``, so that axes shorter than the halo are mirrored again and a single slice repeats. Rows cut out with their
+halo therefore hold exactly what they hold in the whole image.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segcal.errors import InputError
+
+Neighbourhood = Literal["plane", "volume"]
+Inputs = Literal["logits", "log-probs"]
+
+TAPS, DILATION = 5, 2
+HALO = (TAPS - 1) * DILATION // 2
+LEAVES, GATES = 4, 3
+# A class this far (in nats) below the best is impossible for all that a temperature can do. Without a floor, classes at
+# -inf would make the inputs infinite and a few very deep ones their standard deviation.
+FLOOR = 30.0
+# Temperatures stay within these: beyond, every softmax is one-hot or uniform.
+COLDEST, HOTTEST = 1e-2, 1e3
+# softplus of this is 1.
+UNIT = math.log(math.e - 1)
+
+
+class TemperatureTree(nn.Module):
+    """From the scores around a voxel, and optionally its image, to a positive factor of the temperature.
+
+    Leaves ``t`` and gates ``g`` are convolutions with one output, 5 taps and dilation 2 along each axis, and s is the
+    logistic function: ``A = s(g1) t1 + (1 - s(g1)) t2``, ``B = s(g2) t3 + (1 - s(g2)) t4``,
+    ``L = s(g3) A + (1 - s(g3)) B``, ``root = s(gI) tI + (1 - s(gI)) L`` with a leaf tI of the image, or ``root = L``;
+    the factor is ``softplus(root + 0.5413)`` (Ding et al., ICCV 2021). All of them see the same scores, so they are
+    one convolution. At the start the leaves are 0 and the factor is 1; the gates are noise, which tells the leaves
+    apart: with equal gates they would get equal gradients and stay one leaf.
+
+    Inputs are standardised with the means and scales in the buffers.
+
+    Examples:
+        >>> tree = TemperatureTree(num_classes=3)
+        >>> tree(torch.randn(2, 3, 9 + 3, 9 + 5)).shape
+        torch.Size([2, 4, 6])
+    """
+
+    mean: Tensor
+    scale: Tensor
+    image_mean: Tensor
+    image_scale: Tensor
+
+    def __init__(
+        self, num_classes: int, *, image_channels: int = 0, neighbourhood: Neighbourhood = "plane", seed: int = 0
+    ) -> None:
+        super().__init__()
+        kernel = (TAPS,) * (2 if neighbourhood == "plane" else 3)
+        gates = GATES + (image_channels > 0)
+        self.weight = nn.Parameter(torch.zeros(LEAVES + gates, num_classes, *kernel))
+        self.bias = nn.Parameter(torch.zeros(LEAVES + gates))
+        self.register_buffer("mean", torch.zeros(num_classes))
+        self.register_buffer("scale", torch.ones(num_classes))
+        self.image_channels = image_channels
+        if image_channels:
+            self.image_weight = nn.Parameter(torch.zeros(1, image_channels, *kernel))
+            self.image_bias = nn.Parameter(torch.zeros(1))
+            self.register_buffer("image_mean", torch.zeros(image_channels))
+            self.register_buffer("image_scale", torch.ones(image_channels))
+        generator = torch.Generator().manual_seed(seed)
+        fan_in = num_classes * TAPS ** len(kernel)
+        noise = torch.randn(self.weight[LEAVES:].shape, generator=generator) / math.sqrt(fan_in)
+        with torch.no_grad():
+            self.weight[LEAVES:] = noise
+        self.requires_grad_(False)  # but while it is trained: who applies it wants no graph
+
+    @property
+    def kernel_axes(self) -> int:
+        """2 in a plane, 3 in a volume."""
+        return self.weight.ndim - 2
+
+    def standardise_by(self, mean: Tensor, scale: Tensor, image_mean: Tensor, image_scale: Tensor) -> None:
+        """Set means and scales; what does not vary keeps scale 1 and becomes 0."""
+        self.mean.copy_(mean)
+        self.scale.copy_(torch.where(scale > 1e-6, scale, 1.0))
+        if self.image_channels:
+            self.image_mean.copy_(image_mean)
+            self.image_scale.copy_(torch.where(image_scale > 1e-6, image_scale, 1.0))
+
+    def reset(self) -> None:
+        """Make the factor 1 everywhere."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+
+    def forward(self, scores: Tensor, image: Tensor | None = None) -> Tensor:
+        """Factors ``(N, *spatial)`` of padded scores ``(N, C, *(spatial + 8))`` and a padded image like them."""
+        branch = _convolve(scores, self.weight, self.bias, self.mean, self.scale).unbind(1)
+        t1, t2, t3, t4, g1, g2, g3 = branch[: LEAVES + GATES]
+        root = _gate(g3, _gate(g1, t1, t2), _gate(g2, t3, t4))
+        if image is not None:
+            leaf = _convolve(image, self.image_weight, self.image_bias, self.image_mean, self.image_scale)[:, 0]
+            root = _gate(branch[-1], leaf, root)
+        return F.softplus(root + UNIT)
+
+    def at_points(self, scores: Tensor) -> Tensor:
+        """Factors ``(v,)`` of scores ``(v, C)`` whose neighbours are all like themselves."""
+        taps = tuple(range(2, self.weight.ndim))
+        x = (scores - self.mean.to(scores)) / self.scale.to(scores)
+        branch = F.linear(x, self.weight.sum(taps).to(x), self.bias.to(x)).unbind(1)
+        t1, t2, t3, t4, g1, g2, g3 = branch
+        return F.softplus(_gate(g3, _gate(g1, t1, t2), _gate(g2, t3, t4)) + UNIT)
+
+
+def _gate(gate: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return torch.lerp(other, one, torch.sigmoid(gate))
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """The dilated convolution of standardised inputs; the scale goes into the weights, which are fewer."""
+    ones = [1] * (x.ndim - 2)
+    x = x - mean.to(x).view(-1, *ones)
+    weight = weight.to(x) / scale.to(x).view(-1, *ones)
+    if x.ndim == 4:
+        return F.conv2d(x, weight, bias.to(x), dilation=DILATION)
+    return F.conv3d(x, weight, bias.to(x), dilation=DILATION)
+
+
+def temperature(factor: Tensor, beta: Tensor | float) -> Tensor:
+    """The network's factor times the one temperature ``1 / beta`` of all, within bounds."""
+    return (factor / beta).clamp(COLDEST, HOTTEST)
+
+
+def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
+    """What the network sees of logits ``(N, C, ...)``: themselves or ``log S(z)``, no class ``FLOOR`` below the best.
+
+    Examples:
+        >>> network_inputs(torch.tensor([[2.0, 2.0, -torch.inf]]), "logits")
+        tensor([[  2.,   2., -28.]])
+    """
+    if inputs == "logits":
+        return torch.maximum(logits, logits.amax(1, keepdim=True) - FLOOR)
+    return logits.log_softmax(1).clamp(min=-FLOOR)
+
+
+def mirrored(start: int, stop: int, size: int) -> list[int]:
+    """Positions ``start..stop`` along an axis of ``size`` voxels, those outside mirrored at the border voxels.
+
+    Examples:
+        >>> mirrored(-3, 6, 4), mirrored(-2, 3, 1)
+        ([3, 2, 1, 0, 1, 2, 3, 2, 1], [0, 0, 0, 0, 0])
+    """
+    period = max(1, 2 * (size - 1))
+    return [min(place % period, -place % period) for place in range(start, stop)]
+
+
+class Window(NamedTuple):
+    """A box of voxels, one ``(start, stop)`` per spatial axis, and the rows that it needs to be padded."""
+
+    ranges: tuple[tuple[int, int], ...]
+    size: tuple[int, ...]
+    axes: int  # of the kernel; a kernel in the plane leaves the slices of a volume alone
+
+    @classmethod
+    def of_rows(cls, rows: slice, size: tuple[int, ...], axes: int) -> Window:
+        """Whole rows."""
+        return cls(((rows.start, rows.stop), *((0, length) for length in size[1:])), size, axes)
+
+    def _places(self) -> list[list[int]]:
+        flat = len(self.size) - self.axes
+        halos = [0] * flat + [HALO] * self.axes
+        return [
+            mirrored(start - halo, stop + halo, length)
+            for (start, stop), halo, length in zip(self.ranges, halos, self.size, strict=True)
+        ]
+
+    @property
+    def source(self) -> slice:
+        """The rows to read."""
+        rows = self._places()[0]
+        return slice(min(rows), max(rows) + 1)
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """The box itself, of a tensor ``(N, C, rows, ...)`` that holds the rows of ``source``."""
+        first = self.source.start
+        (start, stop), *others = self.ranges
+        box = (slice(start - first, stop - first), *(slice(*other) for other in others))
+        index = (slice(None), slice(None), *box)
+        return tensor[index]
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """The same with its halo; the slices of a volume join the batch where the kernel is in the plane."""
+        rows, *others = self._places()
+        first = self.source.start
+        # Channels last: rows and columns are then copied in runs, and the convolution is up to three times as fast.
+        tensor = tensor.movedim(1, -1).contiguous()
+        for axis, places in enumerate(([row - first for row in rows], *others), start=1):
+            if places != list(range(tensor.shape[axis])):
+                tensor = tensor.index_select(axis, torch.tensor(places, device=tensor.device))
+        if len(self.size) > self.axes:
+            tensor = tensor.flatten(0, 1)
+        return tensor.movedim(-1, 1)
+
+
+def check_space(spatial: tuple[int, ...], axes: int) -> None:
+    """Raise where the kernel does not suit the space."""
+    if len(spatial) not in (axes, 3):
+        expected = "(N, C, height, width) or (N, C, depth, height, width)" if axes == 2 else "volumes"
+        raise InputError(f"the space of the logits is {spatial}", expected=expected)
+
+
+def check_image(image: Tensor | None, channels: int, shape: tuple[int, ...]) -> Tensor:
+    """The image for logits of a shape ``(N, C, *spatial)``; raises where it is missing or unfit."""
+    if image is None:
+        raise InputError(
+            "no image", expected=f"one of {channels} channels", fix="fit with image_channels=0 to do without"
+        )
+    if image.ndim != len(shape) or image.shape[0] not in (1, shape[0]) or tuple(image.shape[2:]) != shape[2:]:
+        raise InputError(
+            f"the image has shape {tuple(image.shape)}", expected=f"(1, {channels}, {', '.join(map(str, shape[2:]))})"
+        )
+    if image.shape[1] != channels:
+        raise InputError(f"the image has {image.shape[1]} channels", expected=f"image_channels = {channels}")
+    if not bool(torch.isfinite(image).all()):
+        raise InputError(
+            "the image holds NaN or infinite values", expected="numbers", fix="write 0 where there are none"
+        )
+    return image

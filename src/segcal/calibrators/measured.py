@@ -1,0 +1,123 @@
+"""What calibrators without an exact optimum measure of themselves: their NLL, and how well they find mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.calibrators.first_pass import TemperatureSlope
+from segcal.cases import CaseSet
+from segcal.errors import InputError, SegcalError
+from segcal.sampling import VoxelSample
+from segcal.statistics import VoxelStatistics
+
+
+class Loss(NamedTuple):
+    """Mean NLL, and the number of voxels it is the mean of."""
+
+    nll: float
+    voxels: int
+
+
+def mean_loss(cases: CaseSet, mapping: Callable[[Tensor], Tensor] | None = None, *, spatial: bool = False) -> Loss:
+    """The mean NLL of all valid voxels, in one pass; of the scores as they are where there is no mapping.
+
+    Raises where scores or labels are unfit. ``spatial`` maps need a case as a whole, others take it in chunks.
+    """
+    statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
+    for case in cases:
+        try:
+            for chunk in (case.chunk(slice(0, case.shape[2])),) if spatial else case.chunks():
+                with torch.no_grad():
+                    scores = chunk.logits if mapping is None else mapping(chunk.logits)
+                statistics.update(scores, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        del case
+    count = statistics.count()
+    if not count:
+        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    nll = float(statistics.total().losses.sum(0)[0]) / count
+    if mapping is None and not math.isfinite(nll):
+        raise InputError(
+            "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
+            expected="impossible classes to be absent from the labels",
+            fix="mask these voxels, or write a finite logit",
+        )
+    return Loss(nll, count)
+
+
+class Detection(NamedTuple):
+    """How well mispredictions are told from correct predictions; NaN where there is nothing to tell.
+
+    ``recall``: share of the mispredictions that are found, which Wang et al. call the accuracy on mispredictions;
+    ``precision``: share of mispredictions in what is found; ``accuracy``: share of all voxels that are told rightly.
+
+    Examples:
+        >>> Detection.of(torch.tensor([[80.0, 10.0], [2.0, 8.0]]))
+        Detection(recall=0.8, precision=0.4444444444444444, accuracy=0.88)
+    """
+
+    recall: float
+    precision: float
+    accuracy: float
+
+    @classmethod
+    def of(cls, counts: Tensor) -> Detection:
+        """From ``counts (2, 2)`` of voxels: rows correct and wrong, columns taken for correct and for wrong."""
+        (kept, false), (missed, found) = counts.tolist()
+        told = kept + found
+        return cls(_ratio(found, found + missed), _ratio(found, found + false), _ratio(told, told + false + missed))
+
+    def __str__(self) -> str:
+        return f"mispredictions: recall {self.recall:.3f}, precision {self.precision:.3f}, accuracy {self.accuracy:.3f}"
+
+
+def detection_counts(wrong: Tensor, flagged: Tensor, weights: NDArray[np.float64]) -> Tensor:
+    """What ``Detection.of`` takes, from bool ``wrong`` and ``flagged (n,)`` and how many each voxel stands for."""
+    index = (2 * wrong.long() + flagged.long()).numpy()
+    return torch.from_numpy(np.bincount(index, weights, 4).reshape(2, 2))
+
+
+@dataclass(frozen=True)
+class FlaggedNLL:
+    """The NLL of some voxels, per voxel of the data, as a function of 1 / T, with two derivatives; it is convex.
+
+    ``gaps (n, C)`` and ``label_gap (n,)`` are scores relative to the best, in float64.
+    """
+
+    gaps: Tensor
+    label_gap: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, sample: VoxelSample) -> FlaggedNLL:
+        """All voxels of a sample."""
+        slope = TemperatureSlope(sample)
+        return cls(slope.gaps, slope.label_gap, slope.weights)
+
+    def where(self, flagged: Tensor) -> FlaggedNLL:
+        """Some of these voxels, ``flagged (n,)`` bool."""
+        return FlaggedNLL(self.gaps[flagged], self.label_gap[flagged], self.weights[flagged])
+
+    def __call__(self, beta: float) -> tuple[float, float, float]:
+        """Value, slope and curvature."""
+        scaled = beta * self.gaps
+        p = scaled.softmax(1)
+        z = torch.where(p > 0, self.gaps, 0.0)
+        mean = (p * z).sum(1)
+        values = scaled.logsumexp(1) - beta * self.label_gap
+        variance = (p * z**2).sum(1) - mean**2
+        slope, curvature = float(self.weights @ (mean - self.label_gap)), float(self.weights @ variance)
+        return float(self.weights @ values), slope, curvature
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

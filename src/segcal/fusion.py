@@ -1,0 +1,177 @@
+"""Label fusion: one segmentation from several candidates, such as the labels of registered atlases.
+
+Shapes: ``candidates (M, *spatial)`` are the labels that M candidates propose, ``probabilities (M, *spatial)`` how
+probable each of them is to be right at each voxel. 2D and 3D alike; voxels are fused in chunks, so that memory beyond
+the inputs and the result does not grow with the image.
+
+The weight of a candidate's vote is where calibration counts: an overconfident candidate outvotes honest ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+
+__all__ = ["best_calibration", "best_fusion", "joint", "joint_weights", "majority", "plurality", "weighted"]
+
+# Votes held at once: voxels of a chunk times classes.
+_CHUNK_VALUES = 2**22
+
+Weights = Callable[[Tensor, Tensor], Tensor]
+
+
+def majority(candidates: Tensor, num_classes: int, *, undecided: int = 255) -> Tensor:
+    """The label that more than half of the candidates propose, ``undecided`` where there is none.
+
+    Examples:
+        >>> majority(torch.tensor([[0, 1], [0, 2], [1, 0]]), num_classes=3)
+        tensor([  0, 255])
+    """
+    labels, votes = _vote(candidates, None, num_classes, _equal)
+    return torch.where(2 * votes > len(candidates), labels, undecided)
+
+
+def plurality(candidates: Tensor, num_classes: int) -> Tensor:
+    """The label that most candidates propose; the smallest of those that tie.
+
+    Examples:
+        >>> plurality(torch.tensor([[2, 1], [2, 2], [1, 0]]), num_classes=3)
+        tensor([2, 0])
+    """
+    return _vote(candidates, None, num_classes, _equal)[0]
+
+
+def weighted(candidates: Tensor, probabilities: Tensor, num_classes: int) -> Tensor:
+    """Spatially weighted voting: the label with the largest sum of ``w_i = p_i`` over those who propose it.
+
+    Examples:
+        >>> candidates = torch.tensor([[0], [0], [1]])
+        >>> weighted(candidates, torch.tensor([[0.3], [0.3], [0.9]]), num_classes=2)
+        tensor([1])
+    """
+    return _vote(candidates, probabilities, num_classes, lambda p, _: p)[0]
+
+
+def joint(candidates: Tensor, probabilities: Tensor, num_classes: int, *, epsilon: float = 0.1) -> Tensor:
+    """Joint label fusion: weighted voting with ``joint_weights``, which see that errors come together.
+
+    Wang et al., PAMI 2013, with error probabilities in the place of intensities (Ding et al. 2021, appendix K).
+
+    Args:
+        candidates: Labels 0..C-1, ``(M, *spatial)``.
+        probabilities: That each is right, ``(M, *spatial)``, in [0, 1].
+        num_classes: C.
+        epsilon: See ``joint_weights``.
+
+    Examples:
+        >>> candidates = torch.tensor([[0], [0], [1]])
+        >>> joint(candidates, torch.tensor([[0.3], [0.3], [0.9]]), num_classes=2)
+        tensor([1])
+    """
+    if not epsilon > 0:
+        raise InputError(f"epsilon is {epsilon}", expected="a positive number")
+    return _vote(candidates, probabilities, num_classes, lambda p, _: joint_weights(p, epsilon=epsilon))[0]
+
+
+def joint_weights(probabilities: Tensor, *, epsilon: float = 0.1) -> Tensor:
+    """Weights ``(M, *spatial)``, of sum 1 at each voxel, that minimise the expected squared error of the vote.
+
+    ``w = M^-1 1 / (1' M^-1 1)`` with ``M_ij = q_i q_j + epsilon [i = j]`` and ``q_i = 1 - p_i``, the probability that i
+    and j are both wrong. M is of rank one plus a multiple of the identity, so by Sherman and Morrison
+
+        w_i = (1 - d_i sum_j q_j / (epsilon + sum_j d_j^2)) / M,    d_i = q_i - mean q
+
+    without a matrix. Weights of candidates that are much worse than the others are negative. A large epsilon makes
+    them all equal.
+
+    Examples:
+        >>> joint_weights(torch.tensor([[0.9], [0.9], [0.2]])).flatten()
+        tensor([ 0.5156,  0.5156, -0.0312])
+    """
+    wrong = 1 - (probabilities if probabilities.dtype == torch.float64 else probabilities.float())
+    difference = wrong - wrong.mean(0)
+    return (1 - difference * wrong.sum(0) / (epsilon + difference.square().sum(0))) / len(wrong)
+
+
+def best_fusion(candidates: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """The upper bound of fusing: the true label wherever any candidate proposes it, else the plurality's.
+
+    Examples:
+        >>> best_fusion(torch.tensor([[0, 1], [2, 1]]), torch.tensor([2, 0]), num_classes=3)
+        tensor([2, 1])
+    """
+    _check_truth(candidates, labels)
+    return torch.where((candidates == labels).any(0), labels, plurality(candidates, num_classes))
+
+
+def best_calibration(candidates: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """The upper bound of calibrating: probability 1 where a candidate is right, ``1 / C`` where it is wrong.
+
+    To be given to ``joint`` (Ding et al. 2021, section 4.4).
+
+    Examples:
+        >>> best_calibration(torch.tensor([[0, 1], [2, 1]]), torch.tensor([2, 1]), num_classes=4)
+        tensor([[0.2500, 1.0000],
+                [1.0000, 1.0000]])
+    """
+    _check_truth(candidates, labels)
+    return torch.where(candidates == labels, 1.0, 1 / num_classes)
+
+
+def _equal(probabilities: Tensor, candidates: Tensor) -> Tensor:
+    return torch.ones_like(candidates, dtype=torch.float32)
+
+
+def _vote(
+    candidates: Tensor, probabilities: Tensor | None, num_classes: int, weights: Weights
+) -> tuple[Tensor, Tensor]:
+    """The label with the largest sum of weights, the smallest of those that tie, and that sum: ``(*spatial)`` each."""
+    _check(candidates, probabilities, num_classes)
+    flat = candidates.flatten(1)
+    trust = flat if probabilities is None else probabilities.flatten(1)
+    labels = torch.empty(flat.shape[1], dtype=torch.int64, device=flat.device)
+    largest = torch.empty(flat.shape[1], dtype=torch.float64, device=flat.device)
+    step = max(1, _CHUNK_VALUES // max(num_classes, len(flat)))
+    for start in range(0, flat.shape[1], step):
+        here = slice(start, start + step)
+        proposed = flat[:, here].long()
+        votes = torch.zeros(num_classes, proposed.shape[1], dtype=torch.float64, device=flat.device)
+        votes.scatter_add_(0, proposed, weights(trust[:, here], proposed).double())
+        largest[here], labels[here] = votes.amax(0), votes.argmax(0)
+    return labels.view(candidates.shape[1:]), largest.view(candidates.shape[1:])
+
+
+def _check(candidates: Tensor, probabilities: Tensor | None, num_classes: int) -> None:
+    if candidates.ndim < 2 or not len(candidates) or candidates.is_floating_point():
+        raise InputError(
+            f"candidates have shape {tuple(candidates.shape)} and dtype {candidates.dtype}",
+            expected="(M, *spatial) integers, at least one candidate",
+        )
+    if candidates.numel() and not 0 <= int(candidates.min()) <= int(candidates.max()) < num_classes:
+        raise InputError(
+            f"candidates hold labels {int(candidates.min())} to {int(candidates.max())}",
+            expected=f"0..{num_classes - 1}",
+            fix="give every candidate a label everywhere, background included",
+        )
+    if probabilities is None:
+        return
+    if probabilities.shape != candidates.shape:
+        raise InputError(
+            f"probabilities have shape {tuple(probabilities.shape)}",
+            expected=f"{tuple(candidates.shape)}, one for each candidate's label",
+        )
+    low, high = (float(probabilities.min()), float(probabilities.max())) if probabilities.numel() else (0.0, 1.0)
+    if math.isnan(low) or low < 0 or high > 1:
+        raise InputError(f"probabilities lie between {low:g} and {high:g}", expected="values in [0, 1]")
+
+
+def _check_truth(candidates: Tensor, labels: Tensor) -> None:
+    if candidates.shape[1:] != labels.shape:
+        raise InputError(
+            f"labels have shape {tuple(labels.shape)}", expected=f"{tuple(candidates.shape[1:])} as the candidates have"
+        )

@@ -1,0 +1,150 @@
+"""CRaC: NACL's constraint with one multiplier per class and region, learned on the validation set."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
+from segcal.losses.combine import Base, penalised
+from segcal.losses.lagrangian import Multipliers
+from segcal.losses.patches import patch_counts
+from segcal.losses.voxelwise import Part, Terms
+
+
+def crac(
+    logits: Tensor,
+    labels: Tensor,
+    multipliers: Tensor,
+    rho: Tensor,
+    *,
+    margin: float = 1.0,
+    patch: int = 3,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``crac``: ``base + mean over k of lambda h + rho h^2 / 2``, ``h = |tau_k - z_k|`` (Murugesan et al. 2024).
+
+    The penalty is PHR's, ``(x^2 - lambda^2) / (2 rho)`` with ``x = lambda + rho h``. ``multipliers`` and ``rho`` are
+    ``(2, C)``: a row for voxels whose patch holds one label (inner), a row for those of mixed patches (outer). tau is
+    the share of each class in the patch, times ``margin`` in the inner region (the paper has 1, its released code 5).
+    ``logits (B, C, *S)``, ``labels (B, *S)``, two or three spatial axes. ``base`` as in ``segcal.losses.combine``.
+
+    Examples:
+        >>> labels = torch.zeros(1, 4, 4, dtype=torch.long)
+        >>> crac(torch.zeros(1, 2, 4, 4), labels, torch.ones(2, 2), torch.ones(2, 2), base=None)
+        tensor(0.7500)
+    """
+    batch = prepare(logits, labels, ignore_index)
+    for name, table in (("multipliers", multipliers), ("rho", rho)):
+        if table.shape != (2, batch.num_classes):
+            raise InputError(f"{name} have shape {tuple(table.shape)}", expected=f"(2, {batch.num_classes})")
+    part = Part(lambda piece, _: _phr_terms(piece, multipliers, rho, margin, patch), 1 / batch.num_classes)
+    return penalised(part, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+
+def constraint(batch: Batch, margin: float, patch: int) -> tuple[Tensor, Tensor]:
+    """``z - tau (B, C, *S)``, and 1 where the patch holds several labels, 0 elsewhere ``(B, 1, *S)``."""
+    check_number("margin", margin)
+    z = batch.logits
+    counts = patch_counts(batch, patch)
+    # The largest count is everything exactly where the largest label of the patch is also its smallest. Bytes become
+    # floats much faster than bools do.
+    outer = (counts.classes.amax(1, keepdim=True) != counts.total).to(torch.uint8).to(z.dtype)
+    share = counts.total.clamp_min(1).to(z.dtype).reciprocal_()
+    if margin != 1:
+        share = share * torch.where(outer > 0, 1.0, margin).to(z.dtype)
+    return counts.classes.to(z.dtype).mul_(share.neg_()).add_(z), outer
+
+
+def by_region(table: Tensor, outer: Tensor) -> Tensor:
+    """Every voxel's entry ``(B, C, *S)`` of a table ``(2, C)`` of inner and outer values."""
+    inside, outside = table.to(outer).view(2, -1, *[1] * (outer.ndim - 2))
+    entries: Tensor = (outer * (outside - inside)).add_(inside)
+    return entries
+
+
+def _phr_terms(batch: Batch, multipliers: Tensor, rho: Tensor, margin: float, patch: int) -> Terms:
+    """``sum_k lambda h + rho h^2 / 2`` and its derivative ``(lambda + rho h) sign(z - tau)``."""
+    gap, outer = constraint(batch, margin, patch)
+    linear = by_region(multipliers, outer).mul_(gap.sign())
+    gradient = by_region(rho, outer).mul_(gap).add_(linear)
+    # h (lambda + rho h / 2) = (z - tau) (gradient + linear) / 2
+    value = linear.add_(gradient).mul_(gap).sum(1).mul_(0.5)
+    return Terms(value, gradient if batch.needs_gradient else None)
+
+
+@torch.no_grad()
+def violation_sums(
+    logits: Tensor, labels: Tensor, *, margin: float = 1.0, patch: int = 3, ignore_index: int = 255
+) -> tuple[Tensor, Tensor]:
+    """Sums of h ``(2, C)`` float64 over the inner and the outer valid voxels, and how many those are ``(2,)`` int64.
+
+    Examples:
+        >>> violation_sums(torch.ones(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.long))
+        (tensor([[0., 9.], [0., 0.]], dtype=torch.float64), tensor([9, 0]))
+    """
+    batch = prepare(logits, labels, ignore_index)
+    gap, outer = constraint(batch, margin, patch)
+    valid = torch.ones_like(outer) if batch.valid is None else batch.valid.unsqueeze(1).to(outer)
+    regions = torch.stack((valid * (1 - outer), valid * outer))
+    violation = gap.abs_().movedim(1, 0).flatten(1).double()
+    regions = regions.flatten(1)
+    return regions.double() @ violation.T, regions.sum(1, dtype=torch.float64).long()
+
+
+class CRaC(Loss):
+    """``crac`` as a module that holds its multipliers and learns them.
+
+    After every epoch show it the validation set with ``observe`` and call ``update``, or use a helper of
+    ``segcal.losses.callbacks``. ``state_dict`` holds the multipliers and their trace: save it with your checkpoint.
+
+    Examples:
+        >>> loss = CRaC(num_classes=2)
+        >>> logits, labels = torch.ones(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long)
+        >>> loss.observe(logits, labels)
+        >>> loss.update()
+        >>> loss.multipliers.values  # class 1 is off by 1 where tau is 0; there are no outer voxels yet
+        tensor([[1.0000e-06, 1.0000e-01],
+                [1.0000e-06, 1.0000e-06]], dtype=torch.float64)
+    """
+
+    id = "crac"
+
+    def __init__(
+        self,
+        num_classes: int,
+        margin: float = 1.0,
+        *,
+        patch: int = 3,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            crac,
+            margin=margin,
+            patch=patch,
+            base=base,
+            class_weights=class_weights,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+        self.multipliers = Multipliers(num_classes)
+
+    def _arguments(self) -> tuple[Tensor, ...]:
+        return self.multipliers.values, self.multipliers.rho
+
+    def observe(self, logits: Tensor, labels: Tensor) -> None:
+        """Add a validation batch to what the next ``update`` rests on."""
+        options = {name: self._options[name] for name in ("margin", "patch", "ignore_index")}
+        self.multipliers.add(*violation_sums(logits, labels, **options))
+
+    def update(self) -> None:
+        """End an epoch: learn the multipliers from the validation batches seen since the last update."""
+        self.multipliers.update()

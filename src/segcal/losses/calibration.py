@@ -1,0 +1,183 @@
+"""Losses that are calibration errors themselves: MMCE and the marginal L1 average calibration error."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, check_choice, check_number, prepare
+from segcal.losses.combine import Base, penalised
+from segcal.losses.voxelwise import correct_voxels
+
+Bins = Literal["hard", "soft"]
+
+
+def mmce(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 1.0,
+    width: float = 0.4,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+) -> Tensor:
+    """``mmce``: ``base + weight * sqrt(mean over i, j of e_i e_j exp(-|r_i - r_j| / width))`` (Kumar et al. 2018).
+
+    r is the confidence of a voxel (its largest probability), ``e = r - [prediction is right]``, and the mean is over
+    all pairs of valid voxels of the batch. In one dimension the double sum of this kernel is exact after sorting and
+    one cumulative sum: O(n log n) time, O(n) memory, no subsample. ``logits (B, C, *S)``, ``labels (B, *S)``. ``base``
+    as in ``segcal.losses.combine``.
+
+    Examples:
+        >>> z = torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])
+        >>> mmce(z, torch.tensor([[0, 1]]), base=None)  # half right with confidence 0.5
+        tensor(0.)
+    """
+    check_number("width", width, lowest=1e-2)
+    batch = prepare(logits, labels, ignore_index)
+    return penalised(weight * _mmce(batch, width), base, batch, (logits, labels), class_weights=class_weights)
+
+
+def _mmce(batch: Batch, width: float) -> Tensor:
+    z = batch.logits
+    top = z.amax(1, keepdim=True)
+    confidence = (top - z.logsumexp(1, keepdim=True)).exp().flatten().double()
+    residual = confidence - correct_voxels(batch._replace(logits=z.detach()), top.detach()).flatten().double()
+    count: Tensor | int = max(residual.numel(), 1)
+    if batch.valid is not None:
+        residual = residual * batch.valid.flatten()
+        count = batch.valid.sum().clamp_min(1)
+    confidence, order = confidence.sort()
+    residual = residual[order]
+    # For i <= j in this order the kernel is exp(r_i / width) exp(-r_j / width): all pairs are one running sum. The
+    # diagonal is in it once and must not be doubled.
+    growth = (confidence / width).exp()
+    pairs = 2 * (residual / growth * (residual * growth).cumsum(0)).sum() - residual.square().sum()
+    mean_square = pairs / count / count
+    positive = mean_square > 0  # At 0 the root has no derivative; rounding may even go below.
+    return torch.where(positive, torch.where(positive, mean_square, 1.0).sqrt(), 0.0).to(z.dtype)
+
+
+def ml1_ace(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 1.0,
+    bins: Bins = "hard",
+    num_bins: int = 20,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+) -> Tensor:
+    """``ml1-ace``: ``base + weight * mean over images, classes, bins of |mean p_k - share of k|`` (Barfoot et al.).
+
+    Bins of equal width ``(lo, hi]`` hold the probabilities of one class in one image; empty bins are left out. With
+    ``bins="hard"`` a voxel is in one bin; with ``"soft"`` it is shared linearly by the two bins whose centres are next
+    to its probability, so that its membership has a derivative too. A bin with less than one voxel's mass counts by
+    its mass: without that its gradient would have no bound. ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in
+    ``segcal.losses.combine``.
+
+    Examples:
+        >>> z = torch.zeros(1, 2, 4, 4)
+        >>> ml1_ace(z, torch.zeros(1, 4, 4, dtype=torch.long), base=None)
+        tensor(0.5000)
+    """
+    check_choice("bins", bins, Bins)
+    if num_bins < 1:
+        raise InputError(f"num_bins is {num_bins}", expected="at least 1")
+    batch = prepare(logits, labels, ignore_index)
+    return penalised(
+        weight * _average_gap(batch, bins, num_bins), base, batch, (logits, labels), class_weights=class_weights
+    )
+
+
+def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:
+    p = batch.logits.unsqueeze(-1).flatten(2).softmax(1)
+    row = (len(p), 1, p.shape[2])
+    hit = torch.zeros_like(p).scatter_(1, batch.labels.reshape(row), 1)
+    valid = p.new_ones(row) if batch.valid is None else batch.valid.reshape(row).to(p.dtype)
+    if bins == "hard":
+        bin_of = (p.detach() * num_bins).ceil_().sub_(1).clamp_(0, num_bins - 1).long()
+        memberships = [(bin_of, valid.expand_as(p))]
+    else:
+        place = (p * num_bins - 0.5).clamp(0, num_bins - 1)
+        below = place.detach().floor().clamp_max(max(num_bins - 2, 0))
+        upper = place - below
+        last = num_bins - 1
+        memberships = [
+            (below.long(), (1 - upper) * valid),
+            ((below.long() + 1).clamp_max(last), upper * valid),
+        ]
+    zeros = p.new_zeros(*p.shape[:2], num_bins, dtype=torch.float64)
+    mass, predicted, observed = zeros, zeros, zeros
+    for index, share in memberships:
+        share = share.double()
+        mass = mass.scatter_add(2, index, share)
+        predicted = predicted.scatter_add(2, index, share * p)
+        observed = observed.scatter_add(2, index, share * hit)
+    # min(mass, 1) * |predicted - observed| / mass
+    gap = (predicted - observed).abs() / mass.clamp_min(1)
+    counted = mass.clamp_max(1)
+    average = gap.sum(2) / counted.sum(2).clamp_min(torch.finfo(torch.float64).tiny)
+    images = (valid.sum(2) > 0).sum().clamp_min(1)  # those without valid voxels have no bins
+    return (average.mean(1).sum() / images).to(p.dtype)
+
+
+class MMCE(Loss):
+    """``mmce`` as a module.
+
+    Examples:
+        >>> MMCE(weight=2.0)
+        MMCE(weight=2.0, width=0.4, ignore_index=255)
+    """
+
+    id = "mmce"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        *,
+        width: float = 0.4,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+    ) -> None:
+        super().__init__(
+            mmce, weight=weight, width=width, base=base, class_weights=class_weights, ignore_index=ignore_index
+        )
+
+
+class ML1ACE(Loss):
+    """``ml1-ace`` as a module.
+
+    Examples:
+        >>> ML1ACE(bins="soft")
+        ML1ACE(weight=1.0, bins='soft', num_bins=20, ignore_index=255)
+    """
+
+    id = "ml1-ace"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        bins: Bins = "hard",
+        *,
+        num_bins: int = 20,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+    ) -> None:
+        super().__init__(
+            ml1_ace,
+            weight=weight,
+            bins=bins,
+            num_bins=num_bins,
+            base=base,
+            class_weights=class_weights,
+            ignore_index=ignore_index,
+        )

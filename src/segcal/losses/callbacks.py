@@ -1,0 +1,105 @@
+"""Update CRaC's multipliers from a training loop: a plain one, Lightning's or nnU-Net's.
+
+Lightning is imported only where it is used, and nnU-Net not at all: its trainer is handed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from segcal.errors import MissingExtraError
+from segcal.losses.adaptive import CRaC
+
+
+def update_multipliers(loss: CRaC, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Show a model's validation batches ``(images, labels)`` to the loss, end the epoch, return the trace's last entry.
+
+    The model runs in evaluation mode without gradients, and is then put back into the mode it was in.
+
+    Examples:
+        >>> loss, model = CRaC(num_classes=2), nn.Conv2d(1, 2, 1)
+        >>> entry = update_multipliers(loss, model, [(torch.randn(1, 1, 4, 4), torch.ones(1, 4, 4, dtype=torch.long))])
+        >>> entry["epoch"], model.training
+        (1, True)
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for images, labels in batches:
+                loss.observe(model(images), labels)
+    finally:
+        model.train(training)
+    loss.update()
+    return loss.multipliers.trace[-1]
+
+
+def lightning_callback(loss: CRaC) -> Any:
+    """A Lightning callback for modules whose ``validation_step`` returns a dict with ``logits`` and ``labels``.
+
+    The multipliers are saved with Lightning's checkpoints.
+    """
+    try:
+        from lightning.pytorch import Callback  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise MissingExtraError("lightning", "lightning", "lightning_callback") from None
+
+    class UpdateMultipliers(Callback):  # type: ignore[misc, unused-ignore]
+        def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                loss.observe(outputs["logits"], outputs["labels"])
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                loss.update()
+
+        def state_dict(self) -> dict[str, Any]:
+            return loss.multipliers.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            loss.multipliers.load_state_dict(state_dict)
+
+    return UpdateMultipliers()
+
+
+def hook_nnunet(trainer: Any, loss: CRaC) -> None:
+    """Let an nnU-Net v2 trainer, after ``initialize()``, update the multipliers in its validation epochs.
+
+    ``loss`` is, or is part of, ``trainer.loss``. Validation runs without gradients, by which its batches are told from
+    training ones; of deeply supervised outputs the full resolution counts. nnU-Net's checkpoint has no room for a
+    loss's state, so that goes into a file beside it, ``<checkpoint>.crac``, and is read back from there.
+    """
+
+    def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            loss.observe(*(part[0] if isinstance(part, list | tuple) else part for part in arguments))
+
+    def beside(checkpoint: Any) -> Path:
+        return Path(f"{checkpoint}.crac")
+
+    def save(checkpoint: Any) -> None:
+        unfinished = beside(f"{checkpoint}.part")
+        torch.save(loss.multipliers.state_dict(), unfinished)
+        unfinished.replace(beside(checkpoint))
+
+    def load(checkpoint: Any) -> None:
+        if beside(checkpoint).exists():
+            loss.multipliers.load_state_dict(torch.load(beside(checkpoint), weights_only=True))
+
+    trainer.loss.register_forward_pre_hook(observe)
+    trainer.on_validation_epoch_end = _then(trainer.on_validation_epoch_end, lambda _: loss.update())
+    trainer.save_checkpoint = _then(trainer.save_checkpoint, save)
+    trainer.load_checkpoint = _then(trainer.load_checkpoint, load)
+
+
+def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def both(argument: Any) -> None:
+        first(argument)
+        second(argument)
+
+    return both

@@ -1,0 +1,144 @@
+"""What every loss does first: check its input once, and take ignored voxels out of the logits.
+
+Shape conventions, written once. Logits are ``(B, C, *S)`` with C >= 2, labels ``(B, *S)`` of any integer type, or
+``(B, 1, *S)`` as MONAI and nnU-Net keep them. A voxel is valid where its label is not ``ignore_index``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+
+Reduction = Literal["mean", "sum", "none"]
+ClassWeights = Tensor | Sequence[float]
+
+
+class Batch(NamedTuple):
+    """Checked input of a loss.
+
+    Attributes:
+        logits: ``(B, C, *S)``, float32 or float64, part of the graph. Ignored voxels hold 0, whatever they held before,
+            and the gradient that flows back to them is exactly 0.
+        labels: ``(B, *S)`` int64 in [0, C); ignored voxels hold 0.
+        valid: ``(B, *S)`` bool, or None where all voxels are known to be valid.
+        needs_gradient: Whether anyone will ask for a derivative.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    valid: Tensor | None
+    needs_gradient: bool
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return self.logits.shape[1]
+
+
+def prepare(logits: Tensor, labels: Tensor, ignore_index: int = 255) -> Batch:
+    """Check logits and labels, upcast half precision, blank ignored voxels.
+
+    Examples:
+        >>> batch = prepare(torch.tensor([[[1.0, float("nan")], [2.0, 3.0]]]), torch.tensor([[1, 255]]))
+        >>> batch.logits, batch.valid
+        (tensor([[[1., 0.], [2., 0.]]]), tensor([[ True, False]]))
+    """
+    _check_shapes(logits, labels)
+    if labels.ndim == logits.ndim:
+        labels = labels.squeeze(1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    labels, valid = _check_labels(labels.long(), logits.shape[1], ignore_index)
+    if valid is not None:
+        # Before anything else: what an ignored voxel holds, were it inf or NaN, must reach neither sums nor gradients.
+        logits = logits.masked_fill(~valid.unsqueeze(1), 0)
+    return Batch(logits, labels, valid, logits.requires_grad and torch.is_grad_enabled())
+
+
+def _check_shapes(logits: Tensor, labels: Tensor) -> None:
+    if logits.ndim < 2 or not logits.is_floating_point():
+        raise InputError(
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}", expected="floating point (B, C, *S)"
+        )
+    if logits.shape[1] < 2:
+        raise InputError(
+            f"logits have {logits.shape[1]} channel",
+            expected="at least two classes",
+            fix="turn one sigmoid channel x into two: torch.cat((torch.zeros_like(x), x), 1)",
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise InputError(
+            f"labels have dtype {labels.dtype}", expected="class indices of an integer type", fix="labels.long()"
+        )
+    batch, _, *space = logits.shape
+    if tuple(labels.shape) not in ((batch, *space), (batch, 1, *space)):
+        raise InputError(
+            f"labels have shape {tuple(labels.shape)}",
+            expected=f"{(batch, *space)} or {(batch, 1, *space)}, to go with logits of shape {tuple(logits.shape)}",
+        )
+
+
+def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Labels with 0 for the ignored ones, and which are valid (None: all)."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        if not labels.numel():
+            return labels, None
+        lowest, highest = torch.stack(torch.aminmax(labels)).tolist()
+        if lowest >= 0 and highest < classes and not lowest <= ignore_index <= highest:
+            return labels, None
+    valid = labels != ignore_index
+    labels = labels.where(valid, 0)
+    outside = (labels < 0) | (labels >= classes)
+    expected = f"0..{classes - 1}, or ignore_index = {ignore_index}"
+    if compiling:  # A graph cannot raise our error; this stops it all the same.
+        torch._assert_async(~outside.any(), f"segcal: labels outside {expected}")
+        return labels, valid
+    if bool(outside.any()):
+        raise InputError(
+            f"labels contain {labels[outside][0].item()} ({int(outside.sum())} voxels out of range)",
+            expected=expected,
+            fix="set ignore_index, or map the labels to 0..C-1",
+        )
+    return labels, valid
+
+
+def class_weight_tensor(class_weights: ClassWeights | None, logits: Tensor) -> Tensor | None:
+    """The class weights ``(C,)`` in the type and place of the logits."""
+    if class_weights is None:
+        return None
+    weights = torch.as_tensor(class_weights, dtype=logits.dtype, device=logits.device)
+    if weights.shape != logits.shape[1:2]:
+        raise InputError(
+            f"class_weights have shape {tuple(weights.shape)}", expected=f"({logits.shape[1]},), one a class"
+        )
+    return weights
+
+
+def check_choice(name: str, value: object, choices: object) -> None:
+    """Raise unless ``value`` is one of a ``Literal`` type's values."""
+    if value not in get_args(choices):
+        raise InputError(f"{name} is {value!r}", expected=" or ".join(map(repr, get_args(choices))))
+
+
+def check_number(name: str, value: float, *, lowest: float = 0.0, highest: float = math.inf) -> None:
+    """Raise unless ``lowest <= value <= highest`` (NaN never is)."""
+    if not lowest <= value <= highest:
+        raise InputError(f"{name} is {value}", expected=f"a number in [{lowest:g}, {highest:g}]")
+
+
+def check_patch(patch: int, space: Sequence[int]) -> None:
+    """Raise unless a square or cubic neighbourhood of ``patch`` voxels a side fits the image."""
+    if len(space) not in (2, 3):
+        raise InputError(f"logits have {len(space)} spatial axes", expected="2 (images) or 3 (volumes)")
+    if patch not in (3, 5):
+        raise InputError(f"patch is {patch!r}", expected="3 or 5")
+    if min(space) < patch:
+        raise InputError(
+            f"patch is {patch} but the image has shape {tuple(space)}", expected="an image no smaller than the patch"
+        )

@@ -1,0 +1,88 @@
+"""Bases and penalties: how losses add up.
+
+One way for all penalised losses. ``base="ce"`` (the default) adds cross-entropy with the same ``class_weights``,
+``ignore_index`` and ``reduction``; ``base=None`` leaves ``weight * penalty`` alone; any other callable
+``base(logits, labels)``, say MONAI's ``DiceCELoss``, takes the place of cross-entropy. ``CombinedLoss`` adds up whole
+losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from segcal.errors import InputError
+from segcal.losses.checks import Batch, ClassWeights, Reduction
+from segcal.losses.voxelwise import Part, cross_entropy_part, voxel_loss
+
+Base = Literal["ce"] | Callable[[Tensor, Tensor], Tensor] | None
+
+
+def penalised(
+    penalty: Part | Tensor,
+    base: Base,
+    batch: Batch,
+    inputs: tuple[Tensor, Tensor],
+    *,
+    class_weights: ClassWeights | None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """The weighted penalty plus its base; ``inputs`` are logits and labels as the user gave them."""
+    if base == "ce":
+        cross_entropy = cross_entropy_part(batch, class_weights)
+        if isinstance(penalty, Part):  # one gradient for both
+            return voxel_loss(batch, [cross_entropy, penalty], reduction)
+        return voxel_loss(batch, [cross_entropy], reduction) + penalty
+    if class_weights is not None:
+        raise InputError(
+            f"class_weights with base={base!r}", expected="base='ce'", fix="give the weights to the base loss"
+        )
+    if isinstance(penalty, Part):
+        penalty = voxel_loss(batch, [penalty], reduction)
+    if base is None:
+        return penalty
+    if not callable(base):
+        raise InputError(f"base is {base!r}", expected="'ce', None or a callable base(logits, labels)")
+    return base(*inputs) + penalty
+
+
+class CombinedLoss(nn.Module):
+    """``sum_i w_i loss_i(logits, labels)``, for any losses, of segcal or not.
+
+    Examples:
+        >>> import torch
+        >>> from segcal import losses
+        >>> loss = CombinedLoss([(1.0, losses.Dice()), (0.1, losses.NACL(weight=1, base=None))])
+        >>> loss(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        tensor(0.6544)
+    """
+
+    def __init__(self, parts: Sequence[tuple[float, nn.Module | Callable[[Tensor, Tensor], Tensor]]]) -> None:
+        super().__init__()
+        if not parts:
+            raise InputError("parts are empty", expected="at least one (weight, loss)")
+        self.weights = [float(weight) for weight, _ in parts]
+        self.losses = nn.ModuleList(loss if isinstance(loss, nn.Module) else _Plain(loss) for _, loss in parts)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The weighted sum."""
+        first, *rest = [weight * loss(logits, labels) for weight, loss in zip(self.weights, self.losses, strict=True)]
+        total: Tensor = sum(rest, start=first)
+        return total
+
+    def extra_repr(self) -> str:
+        """The weights."""
+        return f"weights={self.weights}"
+
+
+class _Plain(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.function(logits, labels)

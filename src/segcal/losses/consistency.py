@@ -1,0 +1,126 @@
+"""Boundary-weighted logit consistency: two views of an image should agree, most of all near label boundaries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_choice, prepare
+from segcal.losses.combine import Base, penalised
+
+REACH = 10
+FLOOR = 0.01
+
+
+def bwcr(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 1.0,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``bwcr``: ``base + weight * mean of w mean over k of (z_k - z'_k)^2``, two views z, z' (Karani et al. 2023).
+
+    ``w = max(10 - d, 0) / 10 + 0.01``, d the distance in voxels to the nearest label boundary (0 on both its sides).
+    ``logits (2B, C, *S)`` are two augmented views of the same B images, one after the other along the batch, brought
+    back to the same frame; ``labels (2B, *S)`` likewise. A voxel takes part where both views are valid; the mean is
+    over those voxels, and ``reduction="none"`` gives ``(2B, *S)`` with half of a pair's penalty in each view. ``base``
+    as in ``segcal.losses.combine``, over all views.
+
+    Examples:
+        >>> view, labels = torch.randn(3, 2, 8, 8), torch.randint(0, 2, (3, 8, 8))
+        >>> bwcr(torch.cat((view, view)), torch.cat((labels, labels)), base=None)
+        tensor(0.)
+    """
+    check_choice("reduction", reduction, Reduction)
+    batch = prepare(logits, labels, ignore_index)
+    return penalised(
+        weight * _consistency(batch, reduction),
+        base,
+        batch,
+        (logits, labels),
+        class_weights=class_weights,
+        reduction=reduction,
+    )
+
+
+def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
+    if len(batch.labels) % 2 or batch.labels.ndim < 2:
+        raise InputError(
+            f"logits have shape {tuple(batch.logits.shape)}",
+            expected="two views of every image, (2B, C, *S) with at least one spatial axis",
+            fix="torch.cat((logits_of_view_1, logits_of_view_2))",
+        )
+    labels, others = batch.labels.chunk(2)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    if batch.valid is not None:
+        valid = torch.logical_and(*batch.valid.chunk(2))
+    if not torch.compiler.is_compiling() and bool(((labels != others) & valid).any()):
+        raise InputError(
+            "labels of the two views differ",
+            expected="the second half of the batch to show the same voxels as the first",
+            fix="undo spatial augmentations before the loss, and set labels that left the frame to ignore_index",
+        )
+    first, second = batch.logits.chunk(2)
+    pairs = (first - second).square().mean(1) * boundary_weights(labels, valid).to(first.dtype) * valid
+    if reduction == "none":
+        return torch.cat((pairs, pairs)) / 2
+    total = pairs.sum(dtype=torch.float64)
+    return (total / valid.sum().clamp_min(1) if reduction == "mean" else total).to(pairs.dtype)
+
+
+def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
+    """``max(10 - d, 0) / 10 + 0.01`` per voxel, float32.
+
+    d is the Euclidean distance to the nearest valid voxel that has a valid face neighbour of another label. Squared
+    distances are separable; offsets beyond the reach cannot matter, so a few shifted minima an axis make them exact.
+
+    Examples:
+        >>> boundary_weights(torch.tensor([[0, 0, 0, 1, 1]]), torch.ones(1, 5, dtype=torch.bool))
+        tensor([[0.8100, 0.9100, 1.0100, 1.0100, 0.9100]])
+    """
+    boundary = torch.zeros_like(valid)
+    for axis in range(1, labels.ndim):
+        pairs = labels.shape[axis] - 1
+        near, far = (labels.narrow(axis, start, pairs) for start in (0, 1))
+        change = (near != far) & valid.narrow(axis, 0, pairs) & valid.narrow(axis, 1, pairs)
+        boundary.narrow(axis, 0, pairs).logical_or_(change)
+        boundary.narrow(axis, 1, pairs).logical_or_(change)
+    square = torch.where(boundary, 0.0, float(REACH**2))
+    for axis in range(1, labels.ndim):
+        source, square = square, square.clone()
+        for shift in range(1, min(REACH, labels.shape[axis])):
+            length = labels.shape[axis] - shift
+            for to, start in ((0, shift), (shift, 0)):
+                target = square.narrow(axis, to, length)
+                target.copy_(torch.minimum(target, source.narrow(axis, start, length) + shift**2))
+    return (1 - square.sqrt() / REACH).clamp_min(0) + FLOOR
+
+
+class BWCR(Loss):
+    """``bwcr`` as a module.
+
+    Examples:
+        >>> BWCR()
+        BWCR(weight=1.0, ignore_index=255, reduction='mean')
+    """
+
+    id = "bwcr"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        *,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            bwcr, weight=weight, base=base, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
+        )

@@ -1,0 +1,265 @@
+"""Losses that keep the entropy of the predictions up: focal, label smoothing, and the two entropy penalties."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, class_weight_tensor, prepare
+from segcal.losses.combine import Base, penalised
+from segcal.losses.voxelwise import Part, Terms, correct_voxels, label_weights, softmax, voxel_loss
+
+
+def focal(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    gamma: float = 3.0,
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``focal``: ``-w_y (1 - p_y)^gamma log p_y`` (Lin et al. 2017; for calibration Mukhoti et al. 2020).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``. The mean divides by the sum of ``w_y``. ``gamma=0`` is cross-entropy.
+
+    Examples:
+        >>> focal(torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long), gamma=1.0)
+        tensor(0.3466)
+    """
+    check_number("gamma", gamma)
+    batch = prepare(logits, labels, ignore_index)
+    weights = class_weight_tensor(class_weights, batch.logits)
+    part = Part(lambda piece, out: _focal_terms(piece, gamma, weights, out), mass=label_weights(weights, batch.labels))
+    return voxel_loss(batch, [part], reduction)
+
+
+def _focal_terms(batch: Batch, gamma: float, class_weights: Tensor | None, out: Tensor | None) -> Terms:
+    z, index = batch.logits, batch.labels.unsqueeze(1)
+    soft = softmax(z, out)
+    nll = soft.nll(z.gather(1, index))
+    # 1 - p without cancellation; kept above 0 so that its powers below 0 stay finite.
+    miss = torch.expm1(-nll).neg_().clamp_min_(torch.finfo(nll.dtype).tiny)
+    factor = miss**gamma if class_weights is None else class_weights[index] * miss**gamma
+    value = (factor * nll).squeeze(1)
+    if not batch.needs_gradient:
+        return Terms(value, None)
+    # By the chain rule through log p: (p - onehot) times this.
+    slope = factor * (1 + gamma * (-nll).exp() * (nll / miss))
+    gradient = soft.probabilities.scatter_add_(1, index, nll.new_tensor(-1).expand_as(nll)).mul_(slope)
+    return Terms(value, gradient)
+
+
+def label_smoothing(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    alpha: float = 0.1,
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``ls``: cross-entropy with targets ``(1 - alpha) onehot(y) + alpha / C`` (Szegedy et al. 2016).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``. Class weights act as in PyTorch: each class's term has its own weight,
+    and the mean divides by the sum of ``w_y``. ``alpha=0`` is cross-entropy.
+
+    Examples:
+        >>> z, y = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+        >>> label_smoothing(z, y), torch.nn.functional.cross_entropy(z, y, label_smoothing=0.1)
+        (tensor(0.2269), tensor(0.2269))
+    """
+    check_number("alpha", alpha, highest=1.0)
+    batch = prepare(logits, labels, ignore_index)
+    weights = class_weight_tensor(class_weights, batch.logits)
+    part = Part(
+        lambda piece, out: _smoothing_terms(piece, alpha, weights, out), mass=label_weights(weights, batch.labels)
+    )
+    return voxel_loss(batch, [part], reduction)
+
+
+def _smoothing_terms(batch: Batch, alpha: float, weights: Tensor | None, out: Tensor | None) -> Terms:
+    z, index = batch.logits, batch.labels.unsqueeze(1)
+    soft = softmax(z, out)
+    weights = z.new_ones(batch.num_classes) if weights is None else weights
+    share = alpha / batch.num_classes * weights.view(1, -1, *[1] * (z.ndim - 2))
+    hard = (1 - alpha) * weights[index]
+    total = hard + share.sum()  # of the weighted targets of a voxel
+    # sum_k t_k (logsumexp - z_k), with the own label's part and the uniform part apart.
+    spread = (z - soft.top).mul_(share).sum(1, keepdim=True)
+    value = hard * (soft.top - z.gather(1, index)) - spread - total * soft.log_top
+    gradient = None
+    if batch.needs_gradient:
+        gradient = soft.probabilities.mul_(total).sub_(share).scatter_add_(1, index, -hard)
+    return Terms(value.squeeze(1), gradient)
+
+
+def ecp(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 0.1,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``ecp``: ``base - weight * H(p)``, H the entropy over classes: a penalty on confidence (Pereyra et al. 2017).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in ``segcal.losses.combine``. ``weight=0`` is the base.
+
+    Examples:
+        >>> ecp(torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long), base=None, weight=1.0)
+        tensor(-0.6931)
+    """
+    batch = prepare(logits, labels, ignore_index)
+    return penalised(
+        Part(_confidence_terms, weight),
+        base,
+        batch,
+        (logits, labels),
+        class_weights=class_weights,
+        reduction=reduction,
+    )
+
+
+def meep(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 1.0,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``meep``: ``base - weight * H(p)`` of the mispredicted voxels only (Larrazabal et al. 2023).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``. The mean of the entropy is over the mispredicted voxels, as in the paper,
+    not over all; without any it is 0. ``base`` as in ``segcal.losses.combine``.
+
+    Examples:
+        >>> z = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
+        >>> meep(z, torch.tensor([[0, 1]]), base=None) == meep(z[..., 1:], torch.tensor([[1]]), base=None)
+        tensor(True)
+    """
+    batch = prepare(logits, labels, ignore_index)
+    with torch.no_grad():
+        wrong = _wrong(batch)
+    penalty = Part(_wrong_confidence_terms, weight, mass=wrong)
+    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+
+def _wrong(batch: Batch) -> Tensor:
+    """``(B, *S)``, 1 where the prediction is not the label."""
+    return (~correct_voxels(batch, batch.logits.amax(1, keepdim=True))).to(batch.logits.dtype)
+
+
+def _confidence_terms(batch: Batch, _: Tensor | None = None) -> Terms:
+    """``sum_k p_k log p_k`` and its derivative ``p (log p + H)``."""
+    probabilities = softmax(batch.logits).probabilities
+    surprise = torch.special.entr(probabilities)  # -p log p, 0 at 0
+    value = -surprise.sum(1, keepdim=True)
+    gradient = surprise.addcmul_(probabilities, value).neg_() if batch.needs_gradient else None
+    return Terms(value.squeeze(1), gradient)
+
+
+def _wrong_confidence_terms(batch: Batch, _: Tensor | None = None) -> Terms:
+    value, gradient = _confidence_terms(batch)
+    wrong = _wrong(batch)
+    return Terms(value * wrong, None if gradient is None else gradient.mul_(wrong.unsqueeze(1)))
+
+
+class Focal(Loss):
+    """``focal`` as a module.
+
+    Examples:
+        >>> Focal(gamma=0.0)(torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long)).exp()
+        tensor(2.)
+    """
+
+    id = "focal"
+
+    def __init__(
+        self,
+        gamma: float = 3.0,
+        *,
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            focal, gamma=gamma, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
+        )
+
+
+class LabelSmoothing(Loss):
+    """``ls``, see ``label_smoothing``, as a module.
+
+    Examples:
+        >>> LabelSmoothing(0.2)(torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long)).exp()
+        tensor(2.)
+    """
+
+    id = "ls"
+
+    def __init__(
+        self,
+        alpha: float = 0.1,
+        *,
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            label_smoothing, alpha=alpha, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
+        )
+
+
+class ECP(Loss):
+    """``ecp`` as a module.
+
+    Examples:
+        >>> ECP(weight=1.0)(torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long))
+        tensor(0.)
+    """
+
+    id = "ecp"
+
+    def __init__(
+        self,
+        weight: float = 0.1,
+        *,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            ecp, weight=weight, base=base, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
+        )
+
+
+class MEEP(Loss):
+    """``meep`` as a module.
+
+    Examples:
+        >>> MEEP()(torch.tensor([[[[1.0]], [[0.0]]]]), torch.ones(1, 1, 1, dtype=torch.long))
+        tensor(0.7311)
+    """
+
+    id = "meep"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        *,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            meep, weight=weight, base=base, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
+        )

@@ -1,0 +1,82 @@
+"""Margin-based label smoothing: logits may differ, but not by more than a margin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softshrink
+
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
+from segcal.losses.combine import Base, penalised
+from segcal.losses.voxelwise import Part, Terms
+
+
+def mbls(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 0.1,
+    margin: float = 10.0,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``mbls``: ``base + weight * mean over k of max(0, max(z) - z_k - margin)`` (Liu et al. 2022).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in ``segcal.losses.combine``. An infinite margin or weight 0
+    leaves the base.
+
+    Examples:
+        >>> mbls(torch.tensor([[14.0, 0.0]]), torch.tensor([0]), weight=1.0, base=None)
+        tensor(2.)
+    """
+    check_number("margin", margin)
+    batch = prepare(logits, labels, ignore_index)
+    penalty = Part(lambda piece, _: _margin_terms(piece, margin), weight / batch.num_classes)
+    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+
+def _margin_terms(batch: Batch, margin: float) -> Terms:
+    z = batch.logits
+    gap = z.amax(1, keepdim=True) - z
+    excess = softshrink(gap, min(margin, torch.finfo(z.dtype).max))  # max(0, gap - margin), as no gap is below 0
+    value, gradient = excess.sum(1), None
+    if batch.needs_gradient:
+        active = excess.sign_()
+        largest = gap.eq_(0)  # Equals share what pulls the maximum down.
+        pull = active.sum(1, keepdim=True) / largest.sum(1, keepdim=True)
+        gradient = largest.mul_(pull).sub_(active)
+    return Terms(value, gradient)
+
+
+class MbLS(Loss):
+    """``mbls`` as a module.
+
+    Examples:
+        >>> MbLS(margin=5.0)
+        MbLS(weight=0.1, margin=5.0, ignore_index=255, reduction='mean')
+    """
+
+    id = "mbls"
+
+    def __init__(
+        self,
+        weight: float = 0.1,
+        margin: float = 10.0,
+        *,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            mbls,
+            weight=weight,
+            margin=margin,
+            base=base,
+            class_weights=class_weights,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )

@@ -1,0 +1,218 @@
+"""Losses that look at the labels around a voxel: SVLS and NACL."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from segcal.losses.base import Loss
+from segcal.losses.checks import (
+    Batch,
+    ClassWeights,
+    Reduction,
+    check_choice,
+    check_number,
+    check_patch,
+    class_weight_tensor,
+    prepare,
+)
+from segcal.losses.combine import Base, penalised
+from segcal.losses.patches import Prior, class_planes, gaussian_weights, label_prior
+from segcal.losses.voxelwise import Part, Terms, label_weights, softmax, voxel_loss
+
+Penalty = Literal["l1", "l2"]
+On = Literal["logits", "softmax"]
+
+
+def svls(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    sigma: float = 2.0,
+    share: float = 0.5,
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``svls``: cross-entropy with labels smoothed by their neighbours (Islam and Glocker 2021).
+
+    A voxel's target holds ``1 - share`` of its own label and ``share`` of those of its 3x3(x3) neighbours in proportion
+    to ``exp(-d^2 / (2 sigma^2))``. The image is continued by its border; ignored neighbours drop out and the others
+    take over their part; a voxel without neighbours keeps its label. ``share=0`` is cross-entropy, and so is any
+    ``sigma`` where all labels around are the same. ``logits (B, C, *S)``, ``labels (B, *S)``; class weights act as in
+    ``ls``.
+
+    Examples:
+        >>> z, y = torch.randn(1, 3, 8, 8), torch.ones(1, 8, 8, dtype=torch.long)
+        >>> torch.isclose(svls(z, y), torch.nn.functional.cross_entropy(z, y))
+        tensor(True)
+    """
+    check_number("share", share, highest=1.0)
+    batch = prepare(logits, labels, ignore_index)
+    weights = class_weight_tensor(class_weights, batch.logits)
+    part = Part(
+        lambda piece, out: _soft_target_terms(piece, smoothed_labels(piece, sigma, share), weights, out),
+        mass=label_weights(weights, batch.labels),
+    )
+    return voxel_loss(batch, [part], reduction)
+
+
+def smoothed_labels(batch: Batch, sigma: float, share: float) -> Tensor:
+    """The targets of ``svls``, ``(B, C, *S)``; they sum to 1 at valid voxels."""
+    space = batch.labels.shape[1:]
+    check_patch(3, space)
+    (step,) = gaussian_weights(sigma, 1)
+    own = class_planes(batch).to(batch.logits.dtype)
+    # Neighbours alone, divided by ``step``, axis by axis: M <- M + S(own + step M), S the sum of both sides. So small
+    # sigmas neither cancel nor underflow.
+    around = torch.zeros_like(own)
+    for axis, size in enumerate(space, 2):
+        line = own if axis == 2 else own + around * step
+        around.narrow(axis, 1, size - 1).add_(line.narrow(axis, 0, size - 1))
+        around.narrow(axis, 0, size - 1).add_(line.narrow(axis, 1, size - 1))
+        around.narrow(axis, 0, 1).add_(line.narrow(axis, 0, 1))
+        around.narrow(axis, size - 1, 1).add_(line.narrow(axis, size - 1, 1))
+    if batch.valid is None:
+        total = ((1 + 2 * step) ** len(space) - 1) / step if step > 1e-6 else 2.0 * len(space)
+        return around.mul_(share / total).add_(own, alpha=1 - share)
+    mass = around.sum(1, keepdim=True)
+    alone = mass == 0
+    around.mul_(share / mass.masked_fill(alone, 1))
+    return around.addcmul_(own, torch.where(alone, 1.0, 1 - share).to(own.dtype))
+
+
+def _soft_target_terms(batch: Batch, targets: Tensor, weights: Tensor | None, out: Tensor | None) -> Terms:
+    """``-sum_k w_k t_k log p_k`` and its derivative; uses up ``targets``."""
+    z = batch.logits
+    soft = softmax(z, out)
+    value = soft.log_top
+    gradient = soft.probabilities if batch.needs_gradient else None
+    if weights is not None:
+        targets.mul_(weights.view(-1, *[1] * (z.ndim - 2)))
+        total = targets.sum(1, keepdim=True)
+        value = value * total
+        gradient = None if gradient is None else gradient.mul_(total)
+    gradient = None if gradient is None else gradient.sub_(targets)
+    return Terms(targets.mul_(soft.top - z).sum(1).sub_(value.squeeze(1)), gradient)
+
+
+def nacl(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: float = 0.1,
+    prior: Prior = "mean",
+    patch: int = 3,
+    penalty: Penalty = "l1",
+    on: On = "logits",
+    sigma: float = 2.0,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``nacl``: ``base + weight * mean over k of |tau_k - z_k|`` (Murugesan et al. 2023).
+
+    tau is what the labels of the patch around a voxel say, see ``segcal.losses.patches.label_prior``. ``penalty="l2"``
+    squares the difference; ``on="softmax"`` compares with probabilities in place of logits; ``sigma`` is that of the
+    prior ``gaussian``. ``logits (B, C, *S)``, ``labels (B, *S)``, two or three spatial axes. ``base`` as in
+    ``segcal.losses.combine``; ``weight=0`` is the base.
+
+    Examples:
+        >>> labels = torch.zeros(1, 4, 4, dtype=torch.long)
+        >>> nacl(torch.zeros(1, 2, 4, 4), labels, weight=1.0, base=None)
+        tensor(0.5000)
+    """
+    check_choice("penalty", penalty, Penalty)
+    check_choice("on", on, On)
+    batch = prepare(logits, labels, ignore_index)
+    part = Part(
+        lambda piece, _: _nacl_terms(piece, label_prior(piece, prior, patch, sigma), penalty, on),
+        weight / batch.num_classes,
+    )
+    return penalised(part, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+
+def _nacl_terms(batch: Batch, tau: Tensor, penalty: Penalty, on: On) -> Terms:
+    """The penalty and its derivative; uses up ``tau``."""
+    z = batch.logits
+    scores = z if on == "logits" else softmax(z).probabilities
+    gap = torch.sub(scores, tau, out=tau)
+    value = (gap.abs() if penalty == "l1" else gap * gap).sum(1)
+    if not batch.needs_gradient:
+        return Terms(value, None)
+    gradient = gap.sign_() if penalty == "l1" else gap.mul_(2)
+    if on == "softmax":
+        gradient = gradient.sub_((gradient * scores).sum(1, keepdim=True)).mul_(scores)
+    return Terms(value, gradient)
+
+
+class SVLS(Loss):
+    """``svls`` as a module.
+
+    Examples:
+        >>> SVLS(sigma=1.0)
+        SVLS(sigma=1.0, share=0.5, ignore_index=255, reduction='mean')
+    """
+
+    id = "svls"
+
+    def __init__(
+        self,
+        sigma: float = 2.0,
+        share: float = 0.5,
+        *,
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            svls,
+            sigma=sigma,
+            share=share,
+            class_weights=class_weights,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+
+
+class NACL(Loss):
+    """``nacl`` as a module.
+
+    Examples:
+        >>> loss = NACL(weight=0.1, prior="mean")
+        >>> loss(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        tensor(0.7431)
+    """
+
+    id = "nacl"
+
+    def __init__(
+        self,
+        weight: float = 0.1,
+        prior: Prior = "mean",
+        *,
+        patch: int = 3,
+        penalty: Penalty = "l1",
+        on: On = "logits",
+        sigma: float = 2.0,
+        base: Base = "ce",
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            nacl,
+            weight=weight,
+            prior=prior,
+            patch=patch,
+            penalty=penalty,
+            on=on,
+            sigma=sigma,
+            base=base,
+            class_weights=class_weights,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )

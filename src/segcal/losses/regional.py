@@ -1,0 +1,125 @@
+"""Losses of whole regions: soft Dice, and its sum with cross-entropy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from segcal.losses.base import Loss
+from segcal.losses.checks import (
+    Batch,
+    ClassWeights,
+    Reduction,
+    check_choice,
+    check_number,
+    class_weight_tensor,
+    prepare,
+)
+from segcal.losses.voxelwise import cross_entropy_part, voxel_loss
+
+
+def dice(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    smooth: float = 1.0,
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``dice``: ``1 - (2 sum p_k y_k + s) / (sum p_k + sum y_k + s)`` per image and class (Milletari et al. 2016).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``; the background counts as any class. ``reduction="none"`` gives
+    ``(B, C)``; the mean is over images and, by weight, over classes. An image without valid voxels has loss 0.
+
+    Examples:
+        >>> z = torch.tensor([[[[20.0, -20.0]], [[-20.0, 20.0]]]])
+        >>> dice(z, torch.tensor([[[0, 1]]])), dice(z, torch.tensor([[[1, 0]]]))
+        (tensor(0.), tensor(0.6667))
+    """
+    return _batch_dice(prepare(logits, labels, ignore_index), smooth, class_weights, reduction)
+
+
+def cross_entropy_dice(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    smooth: float = 1.0,
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+) -> Tensor:
+    """``ce-dice``: the sum of the means of ``ce`` and ``dice``, each with the class weights.
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``.
+
+    Examples:
+        >>> z, y = torch.randn(1, 3, 4, 4), torch.randint(0, 3, (1, 4, 4))
+        >>> torch.isclose(cross_entropy_dice(z, y), torch.nn.functional.cross_entropy(z, y) + dice(z, y))
+        tensor(True)
+    """
+    batch = prepare(logits, labels, ignore_index)
+    cross_entropy = voxel_loss(batch, [cross_entropy_part(batch, class_weights)], "mean")
+    return cross_entropy + _batch_dice(batch, smooth, class_weights, "mean")
+
+
+def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None, reduction: Reduction) -> Tensor:
+    check_number("smooth", smooth, lowest=torch.finfo(torch.float32).tiny)
+    check_choice("reduction", reduction, Reduction)
+    p = batch.logits.unsqueeze(-1).flatten(2).softmax(1)
+    labels = batch.labels.unsqueeze(-1).flatten(1)
+    ones = torch.ones_like(labels, dtype=p.dtype)
+    if batch.valid is not None:
+        ones = batch.valid.unsqueeze(-1).flatten(1).to(p.dtype)
+        p = p * ones.unsqueeze(1)
+    zeros = p.new_zeros(p.shape[:2], dtype=torch.float64)
+    # Sums over voxels in float64; those of one class are scattered by label, so no one-hot is made.
+    overlap = zeros.scatter_add(1, labels, p.gather(1, labels.unsqueeze(1)).squeeze(1).double())
+    size = zeros.scatter_add(1, labels, ones.double())
+    loss = 1 - (2 * overlap + smooth) / (p.sum(2, dtype=torch.float64) + size + smooth)
+    weights = class_weight_tensor(class_weights, loss)
+    if weights is not None:
+        loss = loss * weights
+    if reduction == "mean":
+        loss = loss.sum() / (loss.numel() if weights is None else len(loss) * weights.sum().clamp_min(1e-30))
+    elif reduction == "sum":
+        loss = loss.sum()
+    return loss.to(p.dtype)
+
+
+class Dice(Loss):
+    """``dice`` as a module.
+
+    Examples:
+        >>> Dice()(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        tensor(0.6044)
+    """
+
+    id = "dice"
+
+    def __init__(
+        self,
+        smooth: float = 1.0,
+        *,
+        class_weights: ClassWeights | None = None,
+        ignore_index: int = 255,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            dice, smooth=smooth, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
+        )
+
+
+class CrossEntropyDice(Loss):
+    """``ce-dice``, see ``cross_entropy_dice``, as a module.
+
+    Examples:
+        >>> CrossEntropyDice()(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        tensor(1.2976)
+    """
+
+    id = "ce-dice"
+
+    def __init__(
+        self, smooth: float = 1.0, *, class_weights: ClassWeights | None = None, ignore_index: int = 255
+    ) -> None:
+        super().__init__(cross_entropy_dice, smooth=smooth, class_weights=class_weights, ignore_index=ignore_index)
