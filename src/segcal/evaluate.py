@@ -189,11 +189,11 @@ class _CaseVoxels:
 
     @cached_property
     def _whole(self) -> Tensor:
-        assert self.calibrator is not None
-        if not hasattr(self.calibrator, "pieces"):  # a plain function
+        pieces = getattr(self.calibrator, "pieces", None)
+        if pieces is None:  # a plain function
             return self._calibrated(self.case.logits)
         with torch_threads(self.threads), torch.no_grad():
-            return torch.cat([log_probs for _, log_probs in self.calibrator.pieces(self.case)], 2)
+            return torch.cat([log_probs for _, log_probs in pieces(self.case)], 2)
 
     def scores(self, window: Window) -> tuple[Tensor, AffineMap | None, Tensor | None]:
         """Scores in a window, the map to apply to them, and the uncalibrated argmax where they are mapped already."""

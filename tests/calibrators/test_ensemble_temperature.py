@@ -113,20 +113,6 @@ def measured(calibrator, cases):
     return float(nll(log_probs, torch.cat([case.labels[case.valid] for case in cases])))
 
 
-def test_what_is_remembered_of_one_chunk_is_not_taken_for_anothers():
-    """Objects that come and go may have one address."""
-    parts_of = ensemble_temperature._parts_at(torch.tensor(0.5, dtype=torch.float64))
-    z, y = noisy(60)
-
-    def chunk(first):
-        own = slice(first, first + 20)
-        return ensemble_temperature._Voxels(z[own].double(), y[own], np.full(20, 1 / 60))
-
-    for first in (0, 20, 40, 0, 20, 40):
-        expected = (0.5 * z[first : first + 20].double()).softmax(1).gather(1, y[first : first + 20, None])[:, 0]
-        assert np.allclose(parts_of(chunk(first))[:, 0], expected)
-
-
 def test_the_squared_error_is_the_least_on_the_simplex():
     z, y = noisy(share=0.3)
     calibrator = EnsembleTemperatureScaling("mse").fit(z, y)
@@ -147,7 +133,7 @@ def test_never_worse_than_the_temperature_alone():
     for data in (noisy(), drawn(2000, 3), noisy(12), noisy(2, 2)):
         alone, mixed = (cls().fit(*data).fit_report for cls in (TemperatureScaling, EnsembleTemperatureScaling))
         assert mixed.nll_after <= alone.nll_after
-        assert mixed.nll_before == alone.nll_before
+        assert mixed.nll_before == pytest.approx(alone.nll_before, rel=1e-9)
 
 
 def test_a_planted_temperature_is_recovered():

@@ -6,6 +6,7 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,12 +20,14 @@ from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
-from segcal.types import Case, FitReport, row_slices
+from segcal.types import CHUNK_VALUES, Case, FitReport, row_slices
 
 Preserves = Literal["order", "argmax"]
 VoxelBudget = Literal["auto", "all"]
 TensorPair = tuple[Tensor, Tensor]
 
+# Cases that the images of a tensor are divided into, if there are as many.
+_TENSOR_CASES = 10
 # Of the cases, where a calibrator needs validation data and was given none.
 _HELD_OUT = 0.2
 
@@ -272,17 +275,26 @@ def _tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, 
     if logits.ndim == 2:  # (N, C) is a row of N voxels
         logits, labels = logits.T[None], labels[None]
         mask = None if mask is None else mask[None]
-    source = _TensorSource(logits.detach(), labels, mask, ignore_index)
-    return CaseSet([CaseRef(source.id, lambda: Case(source))], num_classes=logits.shape[1], ignore_index=ignore_index)
+    refs = []
+    # Some images are a case: few enough to hold some out, many enough not to spend the time on turns.
+    size = max(1, min(len(logits) // _TENSOR_CASES, CHUNK_VALUES // max(1, logits[:1].numel())))
+    for n in range(0, len(logits), size):
+        some = slice(n, n + size)
+        source = _TensorSource(
+            f"tensors[{n}]", logits[some].detach(), labels[some], None if mask is None else mask[some], ignore_index
+        )
+        refs.append(CaseRef(source.id, partial(Case, source)))
+    return CaseSet(refs, num_classes=logits.shape[1], ignore_index=ignore_index)
 
 
 class _TensorSource:
     """Tensors as a case."""
 
-    id, sliceable = "tensors", True
+    sliceable = True
     spacing: tuple[float, ...] | None = None
 
-    def __init__(self, logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int) -> None:
+    def __init__(self, id: str, logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int) -> None:
+        self.id = id
         self.batch, self.num_classes, *spatial = logits.shape
         self.spatial, self.ignore_index = tuple(spatial), ignore_index
         self._logits, self._labels, self._mask = logits, labels, mask

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from segcal.calibrators.first_pass import FirstPass
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.cases import CaseSet
 from segcal.errors import InputError
+from segcal.kernels import fast_maps
 from segcal.scores import keep_argmax
 from segcal.solvers import projected_newton, sampled_newton
 
@@ -35,7 +36,7 @@ class EnsembleTemperatureScaling(Calibrator):
     """``ets``: ``w1 S(z / T) + w2 S(z) + w3 / C``, weights on the simplex (Zhang et al., ICML 2020). Keeps the order.
 
     T is that of ``ts``; then the weights have the least NLL (convex), or the least squared error with
-    ``objective="mse"``, as the authors have it.
+    ``objective="mse"``, as the authors have it (from the sample of ``voxels="auto"``).
 
     Examples:
         >>> import segcal
@@ -84,21 +85,22 @@ class EnsembleTemperatureScaling(Calibrator):
     def _fit(self, data: FitData) -> Fitted:
         first = FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed)
         scaling = TemperatureScaling()
-        scaled = scaling.fit_from(first, data.cases)
+        scaled = scaling.refine(data.cases, first.beta(), first.nll, first.total)
         sample, streaming = first.sample, data.voxels == "all" and not first.sample.complete
-        drawn = _Voxels(sample.logits.double(), sample.labels, sample.weights / sample.total)
+        logits, weights_of_sample = sample.logits.double(), sample.weights / sample.total
+        drawn = _label_parts(logits, sample.labels, scaling.beta)
 
-        def everything() -> Iterator[_Voxels]:
-            return _stream(data.cases, first.total) if streaming else iter([drawn])
+        def everything() -> Iterator[tuple[FloatArray, FloatArray]]:
+            """The label's probability in each of the three distributions ``(n, 3)``, and what each voxel counts."""
+            return _stream(data.cases, first.total, scaling.beta) if streaming else iter([(drawn, weights_of_sample)])
 
-        parts_of = _parts_at(scaling.beta)
         if self.objective == "nll":
 
             def part(w: FloatArray) -> Terms:
-                return _nll(w, parts_of(drawn), drawn.weights)
+                return _nll(w, drawn, weights_of_sample)
 
             def whole(w: FloatArray) -> tuple[float, FloatArray]:
-                terms = [_nll(w, parts_of(voxels), voxels.weights) for voxels in everything()]
+                terms = [_nll(w, parts, own) for parts, own in everything()]
                 return sum(term[0] for term in terms), np.sum([term[1] for term in terms], 0)
 
             solution = (
@@ -108,17 +110,18 @@ class EnsembleTemperatureScaling(Calibrator):
             )
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
         else:
-            weights, converged, certificate = _least_squares(everything(), scaling.beta), True, 0.0
+            weights = _least_squares(logits, sample.labels, weights_of_sample, scaling.beta)
+            converged, certificate = True, 0.0
         weights = weights / weights.sum()
 
         def rise(w: FloatArray) -> float:
-            return sum(float(voxels.weights @ _rise(w, parts_of(voxels))) for voxels in everything())
+            return sum(float(own @ _rise(w, parts)) for parts, own in everything())
 
         # The temperature's NLL is of everything; what the mixture adds to it may come from a sample, but is small.
         added = rise(weights)
         notes, used = list(scaled.notes), first.total if streaming else len(sample)
         if used < first.total:
-            error = sample.standard_error(_rise(weights, parts_of(drawn)))
+            error = sample.standard_error(_rise(weights, drawn))
             notes.append(
                 f"weights fitted to a stratified sample of {used:,} of {first.total:,} voxels, which leaves a standard "
                 f"error of {error:.1e} in the mean NLL; voxels='all' is exact"
@@ -144,22 +147,27 @@ class EnsembleTemperatureScaling(Calibrator):
         return ParameterCount(4, 3)
 
 
-class _Voxels(NamedTuple):
-    """``logits (n, C)``, ``labels (n,)`` and what each counts; the weights of all voxels sum to one."""
-
-    logits: Tensor
-    labels: Tensor
-    weights: FloatArray
-
-
-def _stream(cases: CaseSet, total: int) -> Iterator[_Voxels]:
+def _stream(cases: CaseSet, total: int, beta: Tensor) -> Iterator[tuple[FloatArray, FloatArray]]:
     for case in cases:
         for chunk in case.chunks():
             valid = chunk.labels != case.ignore_index
             valid = valid if chunk.mask is None else valid & chunk.mask
-            labels = chunk.labels[valid].long()
-            yield _Voxels(chunk.logits.movedim(1, -1)[valid].double(), labels, np.full(len(labels), 1 / total))
+            parts = _label_parts(chunk.logits, chunk.labels, beta, valid)
+            yield parts, np.full(len(parts), 1 / total)
         del case
+
+
+def _label_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | None = None) -> FloatArray:
+    """The label's probability in each of the three distributions ``(n, 3)``, for the valid voxels."""
+    kernels = fast_maps(logits)
+    if kernels is None or bool(torch.isneginf(logits.amin())):
+        parts = _log_parts(logits, beta.to(logits))
+    else:
+        scaled, plain = (kernels.apply_temperature(logits, scale) for scale in (float(beta), 1.0))
+        parts = scaled, plain, torch.tensor(-math.log(logits.shape[1])).expand(logits.shape)
+    index = labels.long().clamp(0, logits.shape[1] - 1).unsqueeze(1)  # ignored ones may be anything
+    chosen = [part.gather(1, index)[:, 0] for part in parts]
+    return torch.stack([part.flatten() if valid is None else part[valid] for part in chosen], 1).double().exp().numpy()
 
 
 def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,19 +176,6 @@ def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     possible = (~torch.isneginf(logits)).to(logits)
     uniform = -possible.sum(1, keepdim=True).log()
     return (relative * beta).log_softmax(1), relative.log_softmax(1), uniform.expand_as(logits)
-
-
-def _parts_at(beta: Tensor) -> Callable[[_Voxels], FloatArray]:
-    """The label's probability in each of the three distributions ``(n, 3)``, remembered for the last voxels."""
-    known: list[tuple[_Voxels, FloatArray]] = []
-
-    def parts(voxels: _Voxels) -> FloatArray:
-        if not known or known[0][0] is not voxels:
-            chosen = [part.gather(1, voxels.labels[:, None])[:, 0] for part in _log_parts(voxels.logits, beta)]
-            known[:] = [(voxels, torch.stack(chosen, 1).exp().numpy())]
-        return known[0][1]
-
-    return parts
 
 
 def _nll(w: FloatArray, parts: FloatArray, weights: FloatArray) -> Terms:
@@ -202,14 +197,14 @@ def _rise(w: FloatArray, parts: FloatArray) -> FloatArray:
     return np.asarray(np.log(np.maximum(parts[:, 0], tiny)) - np.log(np.maximum(parts @ w, tiny)))
 
 
-def _least_squares(voxels: Iterator[_Voxels], beta: Tensor) -> FloatArray:
+def _least_squares(logits: Tensor, labels: Tensor, weights: FloatArray, beta: Tensor) -> FloatArray:
     """The weights on the simplex with the least mean squared error, by trying every set of positive ones."""
     gram, target = np.zeros((3, 3)), np.zeros(3)
-    for own in voxels:
-        parts = torch.stack(_log_parts(own.logits, beta), 1).exp()
-        weight = torch.from_numpy(own.weights)
-        gram += torch.einsum("nic,njc,n->ij", parts, parts, weight).numpy()
-        target += (parts.gather(2, own.labels[:, None, None].expand(-1, 3, 1))[:, :, 0].T @ weight).numpy()
+    for few in torch.split(torch.arange(len(labels)), 2**16):
+        parts = torch.stack(_log_parts(logits[few], beta), 1).exp()
+        own = torch.from_numpy(weights[few.numpy()])
+        gram += torch.einsum("nic,njc,n->ij", parts, parts, own).numpy()
+        target += (parts.gather(2, labels[few, None, None].expand(-1, 3, 1))[:, :, 0].T @ own).numpy()
     best, least = np.array(_ALONE), np.inf
     for size in (1, 2, 3):
         for chosen in itertools.combinations(range(3), size):

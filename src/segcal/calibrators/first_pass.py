@@ -50,12 +50,7 @@ class FirstPass:
             raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
         total = statistics.total()
         nll = float(total.losses.sum(0)[0]) / statistics.count()
-        if not np.isfinite(nll):
-            raise InputError(
-                "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
-                expected="impossible classes to be absent from the labels",
-                fix="mask these voxels, or write a finite logit",
-            )
+        check_nll(nll)
         return cls(sampler.sample(), total.confusion.sum(1), total.confusion.sum(0), nll, impossible)
 
     @property
@@ -71,6 +66,16 @@ class FirstPass:
     def beta(self) -> float:
         """1 / temperature of the sample's least NLL, within bounds."""
         return TemperatureSlope(self.sample.thin(_TEMPERATURE_VOXELS)).root()
+
+
+def check_nll(nll: float) -> None:
+    """Raise where the NLL of the identity is infinite."""
+    if not np.isfinite(nll):
+        raise InputError(
+            "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
+            expected="impossible classes to be absent from the labels",
+            fix="mask these voxels, or write a finite logit",
+        )
 
 
 class TemperatureSlope:

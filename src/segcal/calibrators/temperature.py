@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
-from segcal.calibrators.first_pass import HIGHEST, LOWEST, FirstPass, TemperatureSlope
+from segcal.calibrators.first_pass import HIGHEST, LOWEST, check_nll
 from segcal.cases import CaseSet
+from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap
-from segcal.statistics import VoxelStatistics
+from segcal.kernels.temperature import TemperatureSums, temperature_sums
+from segcal.solvers import newton_1d
 
-# Voxels of the sample that gives the start.
-SAMPLE_VOXELS = 50_000
-# Slope of the mean NLL by log beta at which the fit is done. The kernel holds beta in float32, which leaves slopes of a
-# few 1e-8; the NLL is then within 1e-14 of its minimum.
-TOLERANCE = 1e-7
-_PASSES = 12
+# Voxels of the sample that gives the start: its optimum is within about 1/200 of that of everything.
+SAMPLE_VOXELS = 40_000
+# Slope of the mean NLL by beta below which the last Newton step is taken without another pass: the step is then so
+# small that next to nothing of the slope is left (about 1e-8, which is all that the kernel's float32 can tell).
+TOLERANCE = 1e-4
 
 
 class TemperatureScaling(Calibrator):
@@ -70,60 +71,88 @@ class TemperatureScaling(Calibrator):
         return log_probs
 
     def _fit(self, data: FitData) -> Fitted:
-        return self.fit_from(FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed), data.cases)
+        identity, logits, labels = _first_pass(data.cases, data.seed)
+        start = 1.0
+        if len(labels):
+            sample = newton_1d(
+                lambda beta: _derivatives(temperature_sums(logits, labels, beta), beta),
+                start=1.0,
+                bounds=(LOWEST, HIGHEST),
+                tolerance=TOLERANCE,
+            )
+            start = sample.value
+        return self.refine(data.cases, start, identity.nll / identity.count, identity.count)
 
-    def fit_from(self, first: FirstPass, cases: CaseSet) -> Fitted:
-        """Set the temperature to the optimum on all cases, of which a first pass has drawn a sample."""
-        identity = _Point(1.0, first.nll, math.inf, first.total)
-        slope = TemperatureSlope(first.sample.thin(SAMPLE_VOXELS))
-        beta = slope.root()
-        curvature = slope.curvature(beta)
-        points: list[_Point] = []
-        while len(points) < _PASSES:
-            point = _pass(cases, beta)
-            points.append(point)
-            outward = (beta == LOWEST and point.slope > 0) or (beta == HIGHEST and point.slope < 0)
-            if abs(point.slope) < TOLERANCE or outward:
-                break
-            if len(points) > 1 and point.slope != points[-2].slope:  # the secant of everything beats the sample's
-                curvature = (point.slope - points[-2].slope) / math.log(point.beta / points[-2].beta)
-            step = -point.slope / max(curvature, 1e-12)
-            beta = float(np.clip(beta * math.exp(np.clip(step, -1, 1)), LOWEST, HIGHEST))
-        # Near the optimum the slope tells points apart long after the NLL has lost its last digit.
-        better = [point for point in points if point.nll <= identity.nll]
-        best = min(better, key=lambda point: abs(point.slope), default=identity)
-        self.beta.fill_(best.beta)
-        at_bound = best.beta in (LOWEST, HIGHEST)
+    def refine(self, cases: CaseSet, start: float, nll_before: float, voxels: int) -> Fitted:
+        """Set 1 / temperature to the optimum on all cases, from a start that is near."""
+        known: dict[float, tuple[float, float, float]] = {}
+
+        def whole(beta: float) -> tuple[float, float, float]:
+            known[beta] = _derivatives(_pass(cases, beta), beta)
+            return known[beta]
+
+        solution = newton_1d(whole, start=start, bounds=(LOWEST, HIGHEST), tolerance=TOLERANCE)
+        beta, after = solution.value, solution.objective
+        _, slope, curvature = known[beta]
+        if solution.converged and not solution.active and curvature > 0:
+            beta, after = beta - slope / curvature, after - 0.5 * slope**2 / curvature
+        if after > nll_before:
+            beta, after = 1.0, nll_before
+        self.beta.fill_(beta)
+        notes = []
+        if solution.active:
+            notes.append(f"1/T = {beta:g} is at its bound: the data ask for a one-hot or uniform map")
         return Fitted(
-            nll_before=identity.nll,
-            nll_after=best.nll,
-            converged=abs(best.slope) < TOLERANCE or at_bound,
-            certificate=0.0 if at_bound else abs(best.slope),
-            iterations=len(points),
-            voxels_used=identity.voxels,
-            notes=[f"1/T = {best.beta:g} is at its bound: the data ask for a one-hot or uniform map"]
-            if at_bound
-            else [],
+            nll_before=nll_before,
+            nll_after=after,
+            converged=solution.converged,
+            certificate=solution.certificate,
+            iterations=solution.evaluations,
+            voxels_used=voxels,
+            notes=notes,
         )
 
 
-class _Point(NamedTuple):
-    beta: float
-    nll: float
-    slope: float  # of the mean NLL by log beta
-    voxels: int
+def _derivatives(sums: TemperatureSums, beta: float) -> tuple[float, float, float]:
+    """Mean NLL and its derivatives by beta, in which it is convex."""
+    slope, curvature = sums.slope / sums.count, sums.curvature / sums.count
+    return sums.nll / sums.count, slope / beta, (curvature - slope) / beta**2
 
 
-def _pass(cases: CaseSet, beta: float) -> _Point:
-    """Mean NLL of everything at a temperature, and its derivative."""
-    statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
-    score_map = AffineMap(torch.tensor(beta, dtype=torch.float64))
+def _pass(cases: CaseSet, beta: float) -> TemperatureSums:
+    """Sums over everything."""
+    total = TemperatureSums()
     for case in cases:
         for chunk in case.chunks():
-            statistics.update(
-                chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask, score_map=score_map
-            )
+            total += temperature_sums(chunk.logits, chunk.labels, beta, ignore_index=case.ignore_index, mask=chunk.mask)
         del case
-    count = statistics.count()
-    nll, _, entropy = statistics.total().losses.sum(0) / max(count, 1)
-    return _Point(beta, float(nll), float(nll - entropy), count)
+    return total
+
+
+def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:
+    """Sums at the identity, which also check the data, and a random sample: ``logits (n, C)``, ``labels (n,)``."""
+    random, total = np.random.default_rng(seed), TemperatureSums()
+    share = SAMPLE_VOXELS / len(cases)
+    logits, labels = [torch.zeros(0, cases.num_classes)], [torch.zeros(0, dtype=torch.int64)]
+    for case in cases:
+        try:
+            for chunk in case.chunks():
+                total += temperature_sums(
+                    chunk.logits, chunk.labels, 1.0, ignore_index=case.ignore_index, mask=chunk.mask
+                )
+                voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
+                part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
+                drawn = torch.from_numpy(random.integers(voxels, size=part)).to(chunk.logits.device)
+                valid = chunk.labels.flatten()[drawn] != case.ignore_index
+                if chunk.mask is not None:
+                    valid &= chunk.mask.flatten()[drawn]
+                drawn = drawn[valid]
+                logits.append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
+                labels.append(chunk.labels.flatten()[drawn].cpu().long())
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        del case
+    if not total.count:
+        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    check_nll(total.nll)
+    return total, torch.cat(logits), torch.cat(labels)

@@ -104,7 +104,11 @@ def _map(logits: Tensor, new_loop: Callable[[int], Loop], threads: int | None) -
     """Take all pieces through a loop, each thread with its own, into a new tensor."""
     voxels = as_voxels(logits)
     classes, per_image = logits.shape[1], math.prod(logits.shape[2:])
-    out = torch.empty(logits.shape, dtype=logits.dtype)
+    # numpy asks for huge pages, which halves the time that large results take to allocate.
+    wide = logits.dtype == torch.float32
+    out = (
+        torch.from_numpy(np.empty(logits.shape, np.float32)) if wide else torch.empty(logits.shape, dtype=logits.dtype)
+    )
     count = workers(voxels, threads)
 
     def work(turn: int) -> None:

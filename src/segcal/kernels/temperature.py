@@ -1,0 +1,106 @@
+"""NLL at a temperature, with its derivatives: the pass that fits temperature scaling."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segcal.kernels import fast_maps
+from segcal.kernels.grid import BinGrid
+from segcal.kernels.voxels import Voxels
+
+_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
+
+
+class TemperatureSums(NamedTuple):
+    """Sums over voxels: how many, NLL, and its first and second derivative by log beta, beta = 1 / T."""
+
+    count: int = 0  # type: ignore[assignment]  # nobody counts in it with tuple.count
+    nll: float = 0.0
+    slope: float = 0.0
+    curvature: float = 0.0
+
+    def __add__(self, other: TemperatureSums) -> TemperatureSums:  # type: ignore[override]
+        return TemperatureSums(
+            self.count + other.count,
+            self.nll + other.nll,
+            self.slope + other.slope,
+            self.curvature + other.curvature,
+        )
+
+
+def temperature_sums(
+    logits: Tensor, labels: Tensor, beta: float, *, ignore_index: int | None = None, mask: Tensor | None = None
+) -> TemperatureSums:
+    """Sums over the valid voxels of logits ``(N, C, *spatial)`` at ``S(beta z)``; raises where a voxel is unfit.
+
+    With ``d = beta (z - max z)``: ``nll = log sum exp(d) - d_y``, ``slope = E[d] - d_y``, ``curvature = Var[d] +
+    slope``, expectations under ``S(beta z)``.
+
+    Examples:
+        >>> sums = temperature_sums(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5)
+        >>> sums.count, round(sums.nll, 4), round(sums.slope, 4)
+        (1, 0.3133, -0.2689)
+    """
+    voxels = Voxels(logits, labels, _NO_GRID, None, ignore_index=ignore_index, mask=mask)
+    return _reference(voxels, beta) if fast_maps(logits) is None else _fast(voxels, beta)
+
+
+def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
+    total = TemperatureSums()
+    for piece in voxels.pieces():
+        scores, columns = voxels.scores(piece)
+        labels = voxels.flat(voxels.labels, piece)
+        valid = torch.ones_like(labels, dtype=torch.bool)
+        if voxels.ignore_index is not None:
+            valid &= labels != voxels.ignore_index
+        if voxels.mask is not None:
+            valid &= voxels.flat(voxels.mask, piece)
+        z, y = scores[:, columns][:, valid].double(), labels[valid].long()
+        best = z.amax(0)
+        bad = ~torch.isfinite(best) | (y < 0) | (y >= len(z))
+        if bool(bad.any()):
+            raise voxels.bad_voxel(piece.offset + int(valid.nonzero()[bad.nonzero()[0, 0], 0]))
+        d = (z - best) * beta
+        log_p = d.log_softmax(0)
+        p, own = log_p.exp(), d.gather(0, y[None])[0]
+        d = torch.where(p > 0, d, 0.0)
+        mean = (p * d).sum(0)
+        slope = mean - own
+        curvature = (p * d**2).sum(0) - mean**2 + slope
+        nll = -log_p.gather(0, y[None]).sum()
+        total += TemperatureSums(len(y), float(nll), float(slope.sum()), float(curvature.sum()))
+    return total
+
+
+def _fast(voxels: Voxels, beta: float) -> TemperatureSums:
+    from segcal.kernels.pieces_cpu import block_size, in_threads, matrix, workers
+    from segcal.kernels.temperature_loops import new_block, temperature_range
+
+    classes, count = voxels.logits.shape[1], workers(voxels, None)
+    ignored = np.iinfo(np.int64).min if voxels.ignore_index is None else voxels.ignore_index
+
+    def work(turn: int) -> tuple[TemperatureSums, int]:
+        block, sums = new_block(block_size(classes)), np.zeros(4)
+        for piece in itertools.islice(voxels.pieces(), turn, None, count):
+            x, columns = matrix(voxels, piece)
+            labels = np.ascontiguousarray(voxels.flat(voxels.labels, piece).numpy(), np.int64)
+            mask = np.empty(0, np.bool_)
+            if voxels.mask is not None:
+                mask = np.ascontiguousarray(voxels.flat(voxels.mask, piece).numpy())
+            bad = temperature_range(
+                x, columns.start, columns.stop, labels, ignored, mask, np.float32(beta), block, sums
+            )
+            if bad >= 0:
+                return TemperatureSums(), piece.offset + bad
+        return TemperatureSums(int(sums[0]), *sums[1:].tolist()), -1
+
+    results = in_threads(work, count)
+    unfit = [place for _, place in results if place >= 0]
+    if unfit:
+        raise voxels.bad_voxel(min(unfit))
+    return sum((own for own, _ in results), TemperatureSums())
