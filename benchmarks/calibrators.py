@@ -247,7 +247,7 @@ def compare(method: str, arguments: argparse.Namespace, folder: str) -> bool:
         found = show(method, arguments.temperature_images, names, folder)
     else:
         found = show(method, arguments.images, ["segcal", "segcal, a sample", "fiducio"], folder)
-        show(method, arguments.temperature_images, ["segcal", "segcal, from files"], folder)
+        show(method, arguments.temperature_images, ["segcal, from files"], folder)
     ours = found["segcal"]
     optimal = [own for name, own in found.items() if "segcal" not in name and own.nll - ours.nll <= OPTIMAL]
     peers = optimal if method == "ts" else [found[name] for name in ("fiducio",) if name in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ FloatArray = NDArray[np.float64]
 #: Voxels of the sample that ``voxels="auto"`` fits to.
 SAMPLE_VOXELS = 400_000
 # Of them, those whose curvature is computed: at least this many, and so many for each parameter,
-_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 120_000, 15
+_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 100_000, 15
 # and the part of those on which Newton's method starts.
 _START = 3
 #: An expert with fewer voxels than this for each of its parameters is shrunk toward its parent.
@@ -53,23 +54,27 @@ def fit_exactly(
     else:
         limits = np.full(problem.free * len(centre), lower.min()), np.full(problem.free * len(centre), upper.max())
     streaming = cases is not None and not sample.complete
-    whole_rows = _rows(sample, features, len(centre))
+
+    @cache
+    def whole_rows() -> Rows:
+        return _rows(sample, features, len(centre))
 
     def whole(x: FloatArray) -> tuple[Any, FloatArray]:
         theta = problem.theta(x)
         if streaming:
             assert cases is not None
             return problem.with_gradient(_stream(cases, theta, features, fast=not first.impossible), x)
-        return problem.with_gradient(expert_sums(whole_rows, theta, features, threads=threads), x)
+        return problem.with_gradient(expert_sums(whole_rows(), theta, features, threads=threads), x)
 
     rich = max(_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER * centre.size)
     x = problem.x(centre if start is None else start)
+    rough = 1e-6 if calibrator.routed else 1e-4  # experts have few voxels each, and wander off from a rough start
     if len(sample) > rich // _START and start is None:
         few = _rows(sample.thin(rich // _START), features, len(centre))
-        x = projected_newton(lambda x: problem.with_curvature(few, x), x, *limits, tolerance=1e-6).value
+        x = projected_newton(lambda x: problem.with_curvature(few, x), x, *limits, tolerance=rough).value
     solution: Solution[FloatArray]
     if len(sample) <= rich and not streaming:
-        solution = projected_newton(lambda x: problem.with_curvature(whole_rows, x), x, *limits)
+        solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), x, *limits)
     else:
         some = _rows(sample.thin(rich), features, len(centre))
         solution = sampled_newton(lambda x: problem.with_curvature(some, x), whole, x, *limits, gain=_GAIN)
@@ -77,10 +82,10 @@ def fit_exactly(
             x = solution.value
             if streaming:
                 solution = sampled_newton(
-                    lambda x: problem.with_curvature(whole_rows, x), whole, x, *limits, gain=_GAIN
+                    lambda x: problem.with_curvature(whole_rows(), x), whole, x, *limits, gain=_GAIN
                 )
             else:
-                solution = projected_newton(lambda x: problem.with_curvature(whole_rows, x), x, *limits)
+                solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), x, *limits)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 

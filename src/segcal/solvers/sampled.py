@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from segcal.solvers.newton import Index, Problem, projected_newton
+from segcal.solvers.quadratic import minimise_quadratic
 from segcal.solvers.solution import Box, FloatArray, Solution, checked_start, converged_message, refuse_start
 
 #: ``x -> (value, gradient)``; for blocks the value is an array with the share of each.
 Whole = Callable[[FloatArray], tuple[Any, FloatArray]]
 
 # Steps on the sample, at first and after every pass: its minimum is not the one wanted, so near it is enough.
-_FIRST_STEPS, _STEPS = 20, 1
+_FIRST_STEPS, _STEPS = 2, 1
 _SHORTER = 0.3  # a refused step is shortened to this
 # A step refused so often that by now promises less than the error of f, relative to f, cannot be judged.
 _REFUSALS, _NOISE = 5, 1e-7
@@ -93,7 +94,7 @@ def sampled_newton(
     while passes < max_passes:
         here, slope = gather()
         if any(part.refusals == 0 for part in parts):
-            target, promised = _minimise_tilted(sample, here, slope, indices, box, tolerance)
+            target, promised = _minimise_tilted(sample, here, slope, indices, box, tolerance, enough)
             for index, part, own in zip(indices, parts, promised, strict=True):
                 if part.refusals == 0:
                     part.step, part.promised = target[index] - part.x, float(own)
@@ -160,10 +161,30 @@ def _remembering(problem: Problem) -> Problem:
 
 
 def _minimise_tilted(
-    sample: Problem, x: FloatArray, gradient: FloatArray, indices: list[Index], box: Box, tolerance: float
+    sample: Problem,
+    x: FloatArray,
+    gradient: FloatArray,
+    indices: list[Index],
+    box: Box,
+    tolerance: float,
+    enough: float,
 ) -> tuple[FloatArray, FloatArray]:
     """The minimum of the tilted sample, and the decrease that it promises in every block."""
-    tilt = gradient - sample(x)[1]
+    _, own_gradient, hessian = sample(x)
+    tilt = gradient - own_gradient
+    blocks = [hessian] if isinstance(hessian, np.ndarray) else [block for _, block in hessian]
+    steps = [
+        minimise_quadratic(block, gradient[index], x[index], box[index]) - x[index]
+        for index, block in zip(indices, blocks, strict=True)
+    ]
+    expected = np.array(
+        [
+            -float(gradient[index] @ step + 0.5 * step @ block @ step)
+            for index, block, step in zip(indices, blocks, steps, strict=True)
+        ]
+    )
+    if (expected <= enough).all():  # as the quadratic model has it, which needs no evaluation
+        return x, expected
 
     def tilted(y: FloatArray) -> tuple[Any, FloatArray, Any]:
         value, slope, hessian = sample(y)
