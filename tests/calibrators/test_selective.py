@@ -118,7 +118,7 @@ def test_the_gauge_does_not_matter_to_the_fit():
     z = torch.cat([case.logits for case in FEW])
     labels = torch.cat([case.labels for case in FEW])
     offset = torch.linspace(-50, 50, z[:, :1].numel()).view_as(z[:, :1])
-    plain, shifted = (SelectiveScaling().fit(scores, labels) for scores in (z, z + offset))
+    plain, shifted = (SelectiveScaling().fit(scores, labels, validation=(scores, labels)) for scores in (z, z + offset))
     assert plain.temperature > 1.5
     assert shifted.detection.recall == pytest.approx(plain.detection.recall, abs=0.02)
     assert shifted.fit_report.nll_after == pytest.approx(plain.fit_report.nll_after, rel=1e-2)

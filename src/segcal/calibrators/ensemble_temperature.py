@@ -167,7 +167,13 @@ def _label_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | N
         parts = scaled, plain, torch.tensor(-math.log(logits.shape[1])).expand(logits.shape)
     index = labels.long().clamp(0, logits.shape[1] - 1).unsqueeze(1)  # ignored ones may be anything
     chosen = [part.gather(1, index)[:, 0] for part in parts]
-    return torch.stack([part.flatten() if valid is None else part[valid] for part in chosen], 1).double().exp().numpy()
+    return (
+        torch.stack([part.flatten() if valid is None else part[valid] for part in chosen], 1)
+        .cpu()
+        .double()
+        .exp()
+        .numpy()
+    )
 
 
 def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:

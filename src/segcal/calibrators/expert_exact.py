@@ -107,8 +107,8 @@ def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool
 
                 own_nll, own_gradient = expert_gradient(chunk.logits, chunk.labels, valid, mapping)
             else:
-                z = chunk.logits.movedim(1, -1)[valid]
-                rows = Rows.of(z, chunk.labels[valid], np.ones(len(z)), features, len(theta))
+                z = chunk.logits.movedim(1, -1)[valid].cpu()
+                rows = Rows.of(z, chunk.labels[valid].cpu(), np.ones(len(z)), features, len(theta))
                 own_nll, own_gradient, _ = expert_sums(rows, theta, features)
             nll += own_nll
             gradient += own_gradient
