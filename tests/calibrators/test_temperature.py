@@ -68,3 +68,15 @@ def test_the_seed_of_the_sample_does_not_matter_to_the_result():
     cases = scenes(3, size=(48, 64), plant=[Temperature(2.0)])
     first, second = (TemperatureScaling().fit(cases, seed=seed).temperature for seed in (0, 1))
     assert first == pytest.approx(second, rel=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("scale", [1e-5, 1e-3])
+def test_logits_too_small_to_have_a_slope_are_scaled_all_the_same(scale, sign):
+    """The NLL hardly depends on beta near 1, where a slope of zero is no sign of the optimum."""
+    z = scale * torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.multinomial((sign * 0.1 * z / scale).softmax(1), 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    calibrator = TemperatureScaling().fit(z, y)
+    best = minimize_scalar(lambda beta: nll(z, y, beta), bounds=(1e-3, 1e3), method="bounded")
+    assert nll(z, y, float(calibrator.beta)) <= best.fun + 1e-8
+    assert calibrator.temperature > 0

@@ -15,20 +15,22 @@ from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap
 from segcal.kernels.temperature import TemperatureSums, temperature_sums
-from segcal.solvers import newton_1d
+from segcal.solvers import Solution, newton_1d
 
 # Voxels of the sample that gives the start: its optimum is within about 1/200 of that of everything.
 SAMPLE_VOXELS = 40_000
-# Slope of the mean NLL by beta below which the last Newton step is taken without another pass: the step is then so
-# small that next to nothing of the slope is left (about 1e-8, which is all that the kernel's float32 can tell).
-TOLERANCE = 1e-4
+# Slope of the mean NLL by beta at which the passes end, if the Newton step from there is below so small a share of beta
+# that it can be taken without another pass: it leaves about 1e-8, which is all that the kernel's float32 can tell.
+TOLERANCE, _SMALL_STEP = 1e-4, 0.01
+# The slope where the curvature is so low that steps are long even then.
+_FLAT_TOLERANCE = 1e-9
 
 
 class TemperatureScaling(Calibrator):
     """``ts``: ``S(z / T)``, one temperature T for all (Guo et al. 2017). Translation invariant, keeps the order.
 
-    The NLL is convex in beta = 1/T, and its derivative is ``(NLL - entropy) / beta`` (Ding et al. 2021, Theorem 4), so
-    the pass that evaluates also fits. A sample gives start and curvature; passes over everything then finish.
+    The NLL is convex in beta = 1/T: Newton's method on a sample gives the start, and two passes over everything mostly
+    finish. At the optimum NLL and entropy are equal (Ding et al. 2021, Theorem 4).
 
     Examples:
         >>> import segcal
@@ -91,10 +93,15 @@ class TemperatureScaling(Calibrator):
             known[beta] = _derivatives(_pass(cases, beta), beta)
             return known[beta]
 
-        solution = newton_1d(whole, start=start, bounds=(LOWEST, HIGHEST), tolerance=TOLERANCE)
+        def minimum(start: float, tolerance: float) -> tuple[Solution[float], float, float]:
+            found = newton_1d(whole, start=start, bounds=(LOWEST, HIGHEST), tolerance=tolerance)
+            return found, *known[found.value][1:]
+
+        solution, slope, curvature = minimum(start, TOLERANCE)
+        if abs(slope) > _SMALL_STEP * solution.value * curvature and not solution.active:
+            solution, slope, curvature = minimum(solution.value, _FLAT_TOLERANCE)
         beta, after = solution.value, solution.objective
-        _, slope, curvature = known[beta]
-        if solution.converged and not solution.active and curvature > 0:
+        if 0 < abs(slope) <= _SMALL_STEP * beta * curvature and not solution.active:
             beta, after = beta - slope / curvature, after - 0.5 * slope**2 / curvature
         if after > nll_before:
             beta, after = 1.0, nll_before
