@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from segcal import metrics
-from segcal.kernels.cpu_loops import _exp
+from segcal.kernels.compiled import exp
 from segcal.statistics import VoxelStatistics
 
 CLASSES, HEIGHT, WIDTH, BINS = 19, 256, 512, 15
@@ -223,7 +223,7 @@ def _read(x):  # type: ignore[no-untyped-def]
 def _many_exps(x, y, repeats):  # type: ignore[no-untyped-def]
     for _ in range(repeats):
         for i in range(x.size):
-            y[i] = _exp(x[i])
+            y[i] = exp(x[i])
 
 
 def rate(work: Callable[[int], object], amount: float, rounds: int = 100) -> float:
@@ -293,7 +293,7 @@ def _worst_exp(first, last):  # type: ignore[no-untyped-def]
     for bits in range(first, last):
         x = np.uint32(bits).view(np.float32)
         truth = math.exp(np.float64(x))
-        error = (np.float64(_exp(x)) - truth) / truth
+        error = (np.float64(exp(x)) - truth) / truth
         worst, bias = max(worst, abs(error)), bias + error
     return worst, bias / (last - first)
 

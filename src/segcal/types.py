@@ -49,6 +49,13 @@ class Chunk:
     logits: Tensor
     labels: Tensor
     mask: Tensor | None
+    ignore_index: int
+
+    @property
+    def valid(self) -> Tensor:
+        """``(N, rows, ...)`` bool: neither ignored nor masked out."""
+        valid = self.labels != self.ignore_index
+        return valid if self.mask is None else valid & self.mask
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,8 @@ class Case:
 
     def chunk(self, rows: slice) -> Chunk:
         """Some rows, ``slice(start, stop)``."""
-        return Chunk(rows, self.rows("logits", rows), self.rows("labels", rows), self.rows("mask", rows))
+        parts = (self.rows("logits", rows), self.rows("labels", rows), self.rows("mask", rows))
+        return Chunk(rows, *parts, self.ignore_index)
 
     def rows(self, name: Literal["logits", "labels", "mask"], rows: slice) -> Any:
         """Some rows of one tensor; the mask may be None."""

@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 
-from segcal.kernels.cpu_loops import _exp, _log1p
+from segcal.kernels.compiled import exp, log1p
 
 
 @numba.njit(fastmath={"contract"})
@@ -14,18 +14,18 @@ def worst_exp(first, last, step):
     for bits in range(first, last, step):
         x = np.uint32(bits).view(np.float32)
         truth = math.exp(np.float64(x))
-        worst = max(worst, abs(np.float64(_exp(x)) - truth) / truth)
+        worst = max(worst, abs(np.float64(exp(x)) - truth) / truth)
     return worst
 
 
 @numba.njit
 def logarithms(x):
-    return np.array([_log1p(value) for value in x])
+    return np.array([log1p(value) for value in x])
 
 
 @numba.njit
 def exponentials(x):
-    return np.array([_exp(value) for value in x])
+    return np.array([exp(value) for value in x])
 
 
 def bits(x):

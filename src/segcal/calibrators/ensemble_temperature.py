@@ -150,9 +150,7 @@ class EnsembleTemperatureScaling(Calibrator):
 def _stream(cases: CaseSet, total: int, beta: Tensor) -> Iterator[tuple[FloatArray, FloatArray]]:
     for case in cases:
         for chunk in case.chunks():
-            valid = chunk.labels != case.ignore_index
-            valid = valid if chunk.mask is None else valid & chunk.mask
-            parts = _label_parts(chunk.logits, chunk.labels, beta, valid)
+            parts = _label_parts(chunk.logits, chunk.labels, beta, chunk.valid)
             yield parts, np.full(len(parts), 1 / total)
         del case
 

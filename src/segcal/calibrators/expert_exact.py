@@ -100,8 +100,7 @@ def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool
     nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
     for case in cases:
         for chunk in case.chunks():
-            valid = chunk.labels != case.ignore_index
-            valid = valid if chunk.mask is None else valid & chunk.mask
+            valid = chunk.valid
             if fast and fast_maps(chunk.logits) is not None:
                 from segcal.kernels.expert_cpu import expert_gradient
 

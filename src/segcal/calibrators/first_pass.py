@@ -41,8 +41,7 @@ class FirstPass:
                 for chunk in case.chunks():
                     statistics.update(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
                     impossible |= bool(torch.isneginf(chunk.logits.amin()))
-                    valid = chunk.labels != case.ignore_index
-                    sampler.add(chunk.logits, chunk.labels, valid if chunk.mask is None else valid & chunk.mask)
+                    sampler.add(chunk.logits, chunk.labels, chunk.valid)
             except SegcalError as error:
                 raise error.at(case=case.id) from None
             del case

@@ -38,8 +38,7 @@ class FineHistogram(NamedTuple):
         found = cls(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape))
         for case in cases:
             for chunk in case.chunks():
-                valid = chunk.labels != case.ignore_index
-                found.add(chunk.logits, chunk.labels, valid if chunk.mask is None else valid & chunk.mask)
+                found.add(chunk.logits, chunk.labels, chunk.valid)
             del case
         return found
 

@@ -150,10 +150,7 @@ def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Ten
                 voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
                 part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
                 drawn = torch.from_numpy(random.integers(voxels, size=part)).to(chunk.logits.device)
-                valid = chunk.labels.flatten()[drawn] != case.ignore_index
-                if chunk.mask is not None:
-                    valid &= chunk.mask.flatten()[drawn]
-                drawn = drawn[valid]
+                drawn = drawn[chunk.valid.flatten()[drawn]]
                 logits.append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
                 labels.append(chunk.labels.flatten()[drawn].cpu().long())
         except SegcalError as error:

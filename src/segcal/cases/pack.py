@@ -114,9 +114,7 @@ def _write_scores(output: OutputFolder, case: Case, format: str, dtype: StoredTy
                 lead = logits[:, 1] - logits[:, 0]
                 logits = torch.stack((torch.zeros_like(lead), lead), 1)
             stored = round_keeping_argmax(logits, getattr(torch, dtype))
-            valid = chunk.labels != case.ignore_index
-            if chunk.mask is not None:
-                valid &= chunk.mask
+            valid = chunk.valid
             total.voxels += int(valid.sum())
             total.nll_input += _nll(logits, chunk.labels, valid)
             total.nll_stored += _nll(stored, chunk.labels, valid)

@@ -28,7 +28,8 @@ from torch import Tensor
 from segcal.kernels import apply_loops, expert_loops
 from segcal.kernels.expert_cpu import pack
 from segcal.kernels.experts import ExpertMap
-from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, in_threads, matrix, workers
+from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
+from segcal.kernels.pool import in_threads
 
 # Maps columns start..stop of a matrix (C, V) to another matrix, from a column on.
 Loop = Callable[[NDArray[Any], int, int, NDArray[Any], int], None]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segcal.kernels.cpu_loops import _elementwise, _exp, _inlined, _log1p
+from segcal.kernels.compiled import elementwise, exp, inlined, log1p
 from segcal.kernels.tiles import fetch
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -51,7 +51,7 @@ def new_block(classes: int, size: int) -> Block:
     )  # fmt: skip
 
 
-@_elementwise
+@elementwise
 def largest(z, size, best, winner):
     """Each voxel's largest score and its first index.
 
@@ -74,7 +74,7 @@ def largest(z, size, best, winner):
             best[v] = next_value if next_value > top else top
 
 
-@_elementwise
+@elementwise
 def read(x, start, size, z, best, winner):
     """Copy a block and find each voxel's largest score and its first index.
 
@@ -90,7 +90,7 @@ def read(x, start, size, z, best, winner):
     largest(z, size, best, winner)
 
 
-@_inlined
+@inlined
 def _next_lower(value, rounding):
     """The number next below ``value <= 0`` once that is rounded to the type in question.
 
@@ -104,7 +104,7 @@ def _next_lower(value, rounding):
     return np.int32(rounded + step).view(np.float32)
 
 
-@_elementwise
+@elementwise
 def _sum_others(z, size, best, winner, beta, rest):
     """Turn scores into ``beta (score - best)`` and sum their exp over the classes other than the winner.
 
@@ -117,12 +117,12 @@ def _sum_others(z, size, best, winner, beta, rest):
         row, index = z[k], np.int32(k)
         for v in range(size):
             d = (row[v] - best[v]) * beta
-            e = _exp(d)
+            e = exp(d)
             row[v] = d
             rest[v] += _ZERO if winner[v] == index else e
 
 
-@_elementwise
+@elementwise
 def write_log_softmax(b, size, beta, keep, kept, rounding, out, start):
     """Write ``log softmax(beta (scores - best))``.
 
@@ -132,7 +132,7 @@ def write_log_softmax(b, size, beta, keep, kept, rounding, out, start):
     _sum_others(z, size, best, b.winner, beta, rest)
     for v in range(size):
         undefined = (best[v] - best[v]) + (rest[v] - rest[v])  # NaN where one of them is not finite, else 0
-        log_sum[v] = np.float32(_log1p(np.float64(rest[v]))) + undefined
+        log_sum[v] = np.float32(log1p(np.float64(rest[v]))) + undefined
     if keep:
         for v in range(size):
             own = (b.own[v] - best[v]) * beta - log_sum[v]
@@ -151,7 +151,7 @@ def write_log_softmax(b, size, beta, keep, kept, rounding, out, start):
                 target[v] = row[v] - log_sum[v]
 
 
-@_elementwise
+@elementwise
 def temperature_range(x, start, stop, beta, rounding, b, out, to):
     """Temperature scaling of columns ``start..stop`` of ``x (C, V)``, written to ``out (C, W)`` from column ``to``."""
     block = b.best.shape[0]
@@ -163,7 +163,7 @@ def temperature_range(x, start, stop, beta, rounding, b, out, to):
         write_log_softmax(b, size, beta, True, b.winner, rounding, out, to + first - start)
 
 
-@_elementwise
+@elementwise
 def strata_range(x, start, stop, labels, edges, b, out):
     """Write the strata of columns ``start..stop`` of ``x (C, V)``; ``labels`` and ``out`` begin at ``start``."""
     block = b.best.shape[0]

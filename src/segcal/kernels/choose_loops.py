@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from segcal.kernels.cpu_loops import _elementwise
+from segcal.kernels.compiled import elementwise
 
 _FIRST, _SECOND, _THIRD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-@_elementwise
+@elementwise
 def choose(strata, valid, first, highest, sizes, kept, keys):
     """Count the valid voxels of every stratum, and list those whose key is low enough. Returns how many there are."""
     n = 0

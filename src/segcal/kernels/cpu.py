@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels.cpu_loops import new_block, tally_range
+from segcal.kernels.pool import in_threads
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
 
@@ -74,8 +73,7 @@ def tally(voxels: Voxels, threads: int) -> Tally:
                 return out, piece.offset + bad
         return out, -1
 
-    others = [_pool(workers - 1).submit(work, turn) for turn in range(1, workers)]
-    results = [work(0), *(other.result() for other in others)]
+    results = in_threads(work, workers)
     bad = [flat for _, flat in results if flat >= 0]
     if bad:
         raise voxels.bad_voxel(min(bad))
@@ -84,18 +82,6 @@ def tally(voxels: Voxels, threads: int) -> Tally:
         total.add(part)
     _complete(total)
     return total
-
-
-# Threads are kept: waiting for a new one to start takes as long as a small image where the cores are busy.
-_POOLS: dict[int, ThreadPoolExecutor] = {}
-if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
-    os.register_at_fork(after_in_child=_POOLS.clear)
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    if threads not in _POOLS:
-        _POOLS.setdefault(threads, ThreadPoolExecutor(threads, "segcal"))
-    return _POOLS[threads]
 
 
 def _narrow(bins: NDArray[Any]) -> NDArray[Any]:

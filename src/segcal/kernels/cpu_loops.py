@@ -8,82 +8,22 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from segcal.kernels.compiled import SMALLEST, elementwise, exp, inlined, log1p, reduction
 
 BLOCK = 1024
 _WIDTH = BLOCK + 80  # rows that all begin at the same place of a page would compete for the same lines of cache
 
 
-def _compiled(*fastmath: str) -> Any:
-    # With numpy's error model a division does not branch on zero, which would keep loops from being vectorised.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
-
-    def decorate(function: Any) -> Any:
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # no folder to keep the compiled code in: compile anew in every process
-            return numba.njit(**options)(function)
-
-    return decorate
-
-
-# No reassociation here: it would undo the two-step range reduction and the rounding trick of exp.
-_elementwise = _compiled("contract")
-# Sums over a block may be split into vector lanes, which is also the more accurate order.
-_reduction = _compiled("contract", "reassoc", "nsz")
-_inlined = numba.njit(inline="always")
-
-_LOG2E = np.float32(1 / math.log(2))
-_LN2_HIGH = np.float32(0.693145751953125)  # exact in 14 bits, so n * _LN2_HIGH is exact
-_LN2_LOW = np.float32(math.log(2) - 0.693145751953125)
-_ROUND = np.float32(1.5 * 2**23)  # adding this leaves the nearest integer in the low bits of the mantissa
-_SMALLEST = np.float32(-87.0)  # exp(-87) = 1.6e-38 is the last normal number; below, exp stays there
-# Minimax coefficients of exp(r) = 1 + r + r^2 (c2 + ...) on [-ln 2 / 2, ln 2 / 2].
-_C2, _C3, _C4 = np.float32(0.49999993444134244), np.float32(0.16666520268703539), np.float32(0.041668384075685905)
-_C5, _C6 = np.float32(0.00836875833600612), np.float32(0.001381510372868473)
 _ONE, _ZERO = np.float32(1), np.float32(0)
-_EXPONENT_ONE, _EXPONENT_SHIFT = np.int32(0x3F800000), np.int32(23)
-_ROOT_HALF_BITS, _MANTISSA_BITS = np.int64(0x3FE6A09E667F3BCD), np.int64(52)
-_LN2 = math.log(2)
 _CELLS = math.nextafter(4096.0, 0.0)  # truncating p * _CELLS puts p = j / 4096 in the cell below, where it belongs
 _Index = np.uint64  # unsigned indices spare numba the test for negative ones
 _NEXT = np.uint64(1)
 
 
-@_inlined
-def _exp(x):
-    """exp of a float32 in [-inf, 0]; NaN stays NaN."""
-    x = _SMALLEST if x < _SMALLEST else x
-    shifted = np.float32(x * _LOG2E + _ROUND)
-    n = shifted - _ROUND
-    r = x - n * _LN2_HIGH
-    r = r - n * _LN2_LOW
-    p = _C5 + r * _C6
-    p = _C4 + r * p
-    p = _C3 + r * p
-    p = _C2 + r * p
-    p = _ONE + r * p
-    p = _ONE + r * p
-    scale = np.int32((shifted.view(np.int32) << _EXPONENT_SHIFT) + _EXPONENT_ONE)
-    return p * scale.view(np.float32)
-
-
-@_inlined
-def _log1p(x):
-    """log(1 + x) of a float64 >= 0, by the series of 2 artanh; relative error below 2e-12 down to x = 0."""
-    bits = np.float64(1.0 + x).view(np.int64)
-    exponent = (bits - _ROOT_HALF_BITS) >> _MANTISSA_BITS
-    fraction = np.int64(bits - (exponent << _MANTISSA_BITS)).view(np.float64)
-    above_one = x if exponent == 0 else fraction - 1.0
-    t = above_one / (2.0 + above_one)
-    s = t * t
-    series = 1.0 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13))))))
-    return 2.0 * t * series + exponent * _LN2
-
-
-@_inlined
+@inlined
 def _bin(p, upper, first):
     """The bin of p: (upper[i - 1], upper[i]]."""
     i = _Index(first[_Index(np.int64(p * _CELLS))])
@@ -92,7 +32,7 @@ def _bin(p, upper, first):
     return i
 
 
-@_inlined
+@inlined
 def _larger(score, index, top, first):
     """The larger of two scores and its index."""
     above = score > top
@@ -151,8 +91,8 @@ def new_block(classes: int) -> _Block:
     )  # fmt: skip
 
 
-@_elementwise
-def _argmax(x, start, size, best, winner):
+@elementwise
+def argmax(x, start, size, best, winner):
     """Each voxel's largest score and its first index.
 
     Four classes at a time: from main memory, four rows come faster side by side than one after the other.
@@ -172,7 +112,7 @@ def _argmax(x, start, size, best, winner):
             best[v], winner[v] = _larger(row4[v], i4, top, first)
 
 
-@_elementwise
+@elementwise
 def _map(x, start, size, weight, bias, z):
     """z = weight @ x + bias; ``weight (C, 1)`` is a diagonal."""
     diagonal = weight.shape[1] == 1
@@ -186,7 +126,7 @@ def _map(x, start, size, weight, bias, z):
                 target[v] += w * source[v]
 
 
-@_elementwise
+@elementwise
 def _softmax_terms(x, start, size, best, winner, beta, terms, others, squares, slope):
     """e = exp(beta (x - best)), and sums over the classes other than the winner.
 
@@ -201,23 +141,23 @@ def _softmax_terms(x, start, size, best, winner, beta, terms, others, squares, s
         row, row_terms, index = x[k, start : start + size], terms[k], np.uint32(k)
         for v in range(size):
             d = (row[v] - best[v]) * beta
-            e = _exp(d)
+            e = exp(d)
             row_terms[v] = e
             other = _ZERO if winner[v] == index else e
-            d = _SMALLEST if d < _SMALLEST else d
+            d = SMALLEST if d < SMALLEST else d
             others[v] += other
             squares[v] += other * other
             slope[v] += other * d
 
 
-@_elementwise
+@elementwise
 def _voxel_terms(b, size, beta, shift):
     """Each voxel's confidence, losses and energy in float64, from the sums over its classes."""
     for v in range(size):
         rest, squares = np.float64(b.others[v]), np.float64(b.squares[v])
         p = 1.0 / (1.0 + rest)
-        log_sum = _log1p(rest)
-        e = np.float64(_exp(b.label_gap[v]))
+        log_sum = log1p(rest)
+        e = np.float64(exp(b.label_gap[v]))
         if_right = (rest * rest + squares) * p * p
         if_wrong = (1.0 - e * p) * (1.0 - e * p) + (1.0 + squares - e * e) * p * p
         b.confidence[v] = p
@@ -227,7 +167,7 @@ def _voxel_terms(b, size, beta, shift):
         b.energy[v] = np.float64(b.best[v]) * beta + log_sum - shift
 
 
-@_reduction
+@reduction
 def _first_bad(b, size, num_classes):
     """The first voxel that counts but has no class or no softmax, or ``size``."""
     first = size
@@ -242,7 +182,7 @@ def _first_bad(b, size, num_classes):
 # from working on the next ones while it waits for a bin.
 
 
-@_elementwise
+@elementwise
 def _bin_confidence(b, size, upper, first, out):
     for v in range(size):
         if b.target[v] >= 0:
@@ -253,7 +193,7 @@ def _bin_confidence(b, size, upper, first, out):
             out.top_confidence[a, right, i] += p
 
 
-@_elementwise
+@elementwise
 def _add_losses(b, size, out):
     for v in range(size):
         if b.target[v] >= 0:
@@ -264,7 +204,7 @@ def _add_losses(b, size, out):
             out.losses[a, c, 2] += b.entropy[v]
 
 
-@_elementwise
+@elementwise
 def _add_flips(b, size, out):
     for v in range(size):
         if b.target[v] >= 0:
@@ -274,7 +214,7 @@ def _add_flips(b, size, out):
                 out.flips[a, 1 if u == label else (2 if c == label else 3)] += 1
 
 
-@_elementwise
+@elementwise
 def _bin_predicted(b, size, within, classes, out):
     """The winners' probabilities by class, and the bin of the label's where it did not win."""
     upper, first = classes
@@ -295,7 +235,7 @@ def _bin_predicted(b, size, within, classes, out):
         out.class_positive[a, y, i] += 1
 
 
-@_elementwise
+@elementwise
 def _likely(row, size, limit, flags, words, filled, found):
     """List the voxels above the lowest bin. Returns how many there are. ``words`` is ``flags``, eight at a time.
 
@@ -315,7 +255,7 @@ def _likely(row, size, limit, flags, words, filled, found):
     return n
 
 
-@_reduction
+@reduction
 def _add_unlikely(z, size, limit, inverse, sums):
     """Add the probabilities in the lowest bin of every class. A negative limit leaves a voxel out.
 
@@ -334,7 +274,7 @@ def _add_unlikely(z, size, limit, inverse, sums):
             sums[next_k] += next_total
 
 
-@_elementwise
+@elementwise
 def _bin_classes(b, size, classes, out):
     """The probabilities of the classes that did not win; ``cpu._complete`` adds those that did."""
     upper, first = classes
@@ -349,7 +289,7 @@ def _bin_classes(b, size, classes, out):
             out.class_confidence[a, k, i] += p
 
 
-@_reduction
+@reduction
 def _add_energy(energy, size, limit, sums):
     """Add F and F^2. A negative limit leaves a voxel out."""
     total, squares = 0.0, 0.0
@@ -361,7 +301,7 @@ def _add_energy(energy, size, limit, sums):
     sums[1] += squares
 
 
-@_elementwise
+@elementwise
 def _add_by_slot(b, size, classwise, out):
     """The sums that vector instructions do, one slot after the other."""
     for v in range(size):
@@ -378,7 +318,7 @@ def _add_by_slot(b, size, classwise, out):
                 _add_unlikely(b.terms, size, b.own_limit, b.inverse, out.class_confidence[a, :, 0])
 
 
-@_elementwise
+@elementwise
 def tally_range(x, start, stop, labels, ignored, mask, slots, uncalibrated, mapping, top, classes, shift, b, out):
     """Add voxels ``start..stop`` of ``x (C, V)`` to ``out``. Returns the first bad one, counted from ``start``, or -1.
 
@@ -404,10 +344,10 @@ def tally_range(x, start, stop, labels, ignored, mask, slots, uncalibrated, mapp
                 b.slot[v] = slots[offset + v]
         scores, first = x, start + offset
         if use_matrix:
-            _argmax(x, first, size, b.best, b.before)
+            argmax(x, first, size, b.best, b.before)
             _map(x, first, size, weight, bias, b.mapped)
             scores, first = b.mapped, 0
-        _argmax(scores, first, size, b.best, b.winner)
+        argmax(scores, first, size, b.best, b.winner)
         if compare and not use_matrix:
             for v in range(size):
                 b.before[v] = b.winner[v]

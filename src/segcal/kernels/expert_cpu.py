@@ -21,7 +21,8 @@ from segcal.errors import InputError
 from segcal.kernels import apply_loops, gradient_loops
 from segcal.kernels import expert_loops as loops
 from segcal.kernels.experts import ExpertMap, Features
-from segcal.kernels.pieces_cpu import as_voxels, block_size, in_threads, matrix, workers
+from segcal.kernels.pieces_cpu import as_voxels, block_size, matrix, workers
+from segcal.kernels.pool import in_threads
 
 FloatArray = NDArray[np.float64]
 

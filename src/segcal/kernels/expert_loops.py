@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from segcal.kernels.apply_loops import largest, read, write_log_softmax, zeros
-from segcal.kernels.cpu_loops import _elementwise, _exp, _inlined, _log1p
+from segcal.kernels.compiled import elementwise, exp, inlined, log1p
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.kernels.tiles import ROWS, TILE, multiply_tile
 
@@ -75,7 +75,7 @@ def padded(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
 
 
-@_elementwise
+@elementwise
 def _any_impossible(z, size, lowest):
     for v in range(size):
         lowest[v] = z[0, v]
@@ -89,7 +89,7 @@ def _any_impossible(z, size, lowest):
     return found
 
 
-@_elementwise
+@elementwise
 def _group(s, best, valid, size):
     """Order the voxels that count by expert. Returns how many there are."""
     first, voxel, winner = s.first, s.voxel, s.winner
@@ -116,13 +116,13 @@ def _group(s, best, valid, size):
     return count
 
 
-@_inlined
+@inlined
 def _in_place(s, count, size):
     """Whether all voxels count and have one expert, so that columns are voxels."""
     return count == size and (s.first.shape[0] == 2 or s.own_winner[0] == s.own_winner[size - 1])
 
 
-@_elementwise
+@elementwise
 def _margins(z, best, voxel, size, in_place, x):
     """Rows ``best - z`` by column; an impossible class is as far below as one can be."""
     for k in range(z.shape[0]):
@@ -136,7 +136,7 @@ def _margins(z, best, voxel, size, in_place, x):
                 target[i] = _IMPOSSIBLE if value == _NEVER else best[i] - value
 
 
-@_elementwise
+@elementwise
 def _common(features, best, size, margins, rest, target):
     """What all inputs have in common: the best logit, or the best log-probability."""
     if features == LOGITS:
@@ -148,13 +148,13 @@ def _common(features, best, size, margins, rest, target):
     for k in range(margins.shape[0]):
         row = margins[k]
         for i in range(size):
-            rest[i] += _exp(-row[i])
+            rest[i] += exp(-row[i])
     for i in range(size):
         rest[i] = _ZERO if rest[i] < _ZERO else rest[i]
-        target[i] = np.float32(-_log1p(np.float64(rest[i])))
+        target[i] = np.float32(-log1p(np.float64(rest[i])))
 
 
-@_elementwise
+@elementwise
 def _sort(z, best, size, pairs, keys, order):
     """Put scores in falling order, in place, and find their classes; of equal ones the lower class comes first.
 
@@ -186,7 +186,7 @@ def _sort(z, best, size, pairs, keys, order):
                 index[v] = np.int32(classes - 1 - (key[v] & _LOW))
 
 
-@_elementwise
+@elementwise
 def _gaps(z, voxel, size, in_place, pairs, best, keys, falling, order, x):
     """Rows of differences between neighbours in falling order, by column."""
     for k in range(z.shape[0]):
@@ -204,7 +204,7 @@ def _gaps(z, voxel, size, in_place, pairs, best, keys, falling, order, x):
             target[i] = row[i] - next_row[i]
 
 
-@_elementwise
+@elementwise
 def describe_and_map(s, best, size, valid, experts, rest):
     """Fill ``s.x`` and ``s.u`` from ``s.raw``, a column for each voxel that counts. Returns how many there are."""
     count = _group(s, best, valid, size)
@@ -224,7 +224,7 @@ def describe_and_map(s, best, size, valid, experts, rest):
     return count
 
 
-@_elementwise
+@elementwise
 def _to_scores(s, size, features, running, scores):
     """Scores by class of every voxel in its place; ``running (B,)`` is scratch memory."""
     classes, u, voxel, winner = scores.shape[0], s.u, s.voxel, s.winner
@@ -252,7 +252,7 @@ def _to_scores(s, size, features, running, scores):
             scores[_Index(winner[v]), v] = _ZERO
 
 
-@_elementwise
+@elementwise
 def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
     """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``."""
     everywhere = np.zeros(0, np.bool_)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from segcal.kernels.apply_loops import largest, read
-from segcal.kernels.cpu_loops import _elementwise, _exp, _log1p
+from segcal.kernels.compiled import elementwise, exp, log1p
 from segcal.kernels.expert_loops import GAPS, MARGINS, describe_and_map
 from segcal.kernels.tiles import ROWS, add_products
 
@@ -16,7 +16,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 
-@_elementwise
+@elementwise
 def _targets(s, size, labels, ranked):
     """The place of each column's label among the scores: its rank, for gaps."""
     target = s.target
@@ -31,7 +31,7 @@ def _targets(s, size, labels, ranked):
             target[i] = np.int32(-1 - target[i])
 
 
-@_elementwise
+@elementwise
 def _to_scores(s, size, features, running, scores):
     """Scores by column, in falling order of the logits for gaps; ``running (B,)`` is scratch memory.
 
@@ -57,7 +57,7 @@ def _to_scores(s, size, features, running, scores):
             scores[_Index(s.own_winner[i]), i] = _ZERO
 
 
-@_elementwise
+@elementwise
 def _slopes(b, size, target, losses):
     """Turn scores into the loss's slopes by them, probabilities less 1 for the label, and give the losses."""
     z, best, winner, rest, inverse = b.scores, b.best, b.winner, b.rest, b.log_sum
@@ -67,11 +67,11 @@ def _slopes(b, size, target, losses):
     for k in range(z.shape[0]):
         row, index = z[k], np.int32(k)
         for i in range(size):
-            e = _exp(row[i] - best[i])
+            e = exp(row[i] - best[i])
             row[i] = e
             rest[i] += _ZERO if winner[i] == index else e
     for i in range(size):
-        losses[i] += _log1p(np.float64(rest[i])) + (rest[i] - rest[i])  # NaN stays NaN
+        losses[i] += log1p(np.float64(rest[i])) + (rest[i] - rest[i])  # NaN stays NaN
         inverse[i] = _ONE / (_ONE + rest[i])
     for k in range(z.shape[0]):
         row = z[k]
@@ -83,7 +83,7 @@ def _slopes(b, size, target, losses):
         z[y, i] = -rest[i] * inverse[i] if winner[i] == target[i] else z[y, i] - _ONE
 
 
-@_elementwise
+@elementwise
 def _pull_back(s, size, features, running, slopes):
     """Slopes by what the experts return, into ``s.u``, from those by score."""
     classes = slopes.shape[0]
@@ -105,7 +105,7 @@ def _pull_back(s, size, features, running, slopes):
             s.u[_Index(s.own_winner[i]), i] = _ZERO
 
 
-@_elementwise
+@elementwise
 def gradient_range(x, start, stop, labels, valid, experts, b, s, nll, total):
     """Add NLL ``(E,)`` and the sums of slope times feature, ``(E, K, J)``, of columns ``start..stop`` of ``x (C, V)``.
 

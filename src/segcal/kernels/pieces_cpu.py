@@ -1,21 +1,17 @@
-"""Pieces of CPU logits for compiled loops, and the threads that work on them; see ``segcal.kernels.cpu``."""
+"""Pieces of CPU logits for compiled loops; see ``segcal.kernels.cpu``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.kernels.cpu import _pool
 from segcal.kernels.grid import BinGrid
 from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
-
-Result = TypeVar("Result")
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
@@ -45,9 +41,3 @@ def workers(voxels: Voxels, threads: int | None) -> int:
     """How many threads have something to do; None asks for torch's number."""
     pieces = math.ceil(voxels.labels.numel() / PIECE_VOXELS)
     return max(1, min(threads or torch.get_num_threads(), pieces))
-
-
-def in_threads(work: Callable[[int], Result], count: int) -> list[Result]:
-    """What ``work(0)`` to ``work(count - 1)`` return, the first in this thread, the others at the same time."""
-    others = [_pool(count - 1).submit(work, turn) for turn in range(1, count)]
-    return [work(0), *(other.result() for other in others)]

@@ -78,7 +78,8 @@ def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
 
 
 def _fast(voxels: Voxels, beta: float) -> TemperatureSums:
-    from segcal.kernels.pieces_cpu import block_size, in_threads, matrix, workers
+    from segcal.kernels.pieces_cpu import block_size, matrix, workers
+    from segcal.kernels.pool import in_threads
     from segcal.kernels.temperature_loops import new_block, temperature_range
 
     classes, count = voxels.logits.shape[1], workers(voxels, None)

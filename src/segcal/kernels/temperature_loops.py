@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from segcal.kernels.cpu_loops import _argmax, _elementwise, _exp, _log1p, _reduction
+from segcal.kernels.compiled import SMALLEST, elementwise, exp, log1p, reduction
+from segcal.kernels.cpu_loops import argmax
 
 _ZERO = np.float32(0)
-_LOWEST = np.float32(-87.0)  # exp is zero to float32 below, and -inf times zero would be NaN
 
 
-@_elementwise
+@elementwise
 def _add_classes(x, start, size, best, winner, beta, rest, mean, square):
     """Sums over the classes other than the winner of ``e = exp(d)``, ``e d`` and ``e d^2``, ``d = beta (x - best)``."""
     for v in range(size):
@@ -27,15 +27,15 @@ def _add_classes(x, start, size, best, winner, beta, rest, mean, square):
         row, index = x[k, start : start + size], np.uint32(k)
         for v in range(size):
             d = (row[v] - best[v]) * beta
-            e = _exp(d)
+            e = exp(d)
             e = _ZERO if winner[v] == index else e
-            d = _LOWEST if d < _LOWEST else d
+            d = SMALLEST if d < SMALLEST else d  # -inf times zero would be NaN
             rest[v] += e
             mean[v] += e * d
             square[v] += e * d * d
 
 
-@_reduction
+@reduction
 def _add_voxels(size, counts, own, rest, mean, square, sums):
     """Add the voxels that count; vector instructions, as ``counts`` is a factor and no branch."""
     number, nll, slope, curvature = 0.0, 0.0, 0.0, 0.0
@@ -45,7 +45,7 @@ def _add_voxels(size, counts, own, rest, mean, square, sums):
         average = np.float64(mean[v]) * p
         first = average - label
         number += factor
-        nll += factor * (_log1p(others) - label)
+        nll += factor * (log1p(others) - label)
         slope += factor * first
         curvature += factor * (np.float64(square[v]) * p - average * average + first)
     sums[0] += number
@@ -54,7 +54,7 @@ def _add_voxels(size, counts, own, rest, mean, square, sums):
     sums[3] += curvature
 
 
-@_elementwise
+@elementwise
 def temperature_range(x, start, stop, labels, ignored, mask, beta, block, sums):
     """Add count, NLL, its slope and its curvature by log beta of voxels ``start..stop`` to ``sums (4,)``.
 
@@ -65,7 +65,7 @@ def temperature_range(x, start, stop, labels, ignored, mask, beta, block, sums):
     for offset in range(0, stop - start, step):
         size = min(step, stop - start - offset)
         here = start + offset
-        _argmax(x, here, size, best, winner)
+        argmax(x, here, size, best, winner)
         _add_classes(x, here, size, best, winner, beta, rest, mean, square)
         for v in range(size):
             label = labels[offset + v]
