@@ -4,11 +4,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tests.reference import metrics as reference
 
 import segcal
 from datasets import labels, logits, nnunet, plain
 from segcal.errors import InputError
-from segcal.evaluate import evaluate
+from segcal.evaluate import evaluate, evaluate_many
 from segcal.kernels import AffineMap
 from segcal.metrics import METRICS, PRESETS, Column
 from segcal.plan import parse_metric
@@ -83,7 +84,7 @@ def test_workers_give_the_same_values():
 
 def test_chunks_give_the_same_values(monkeypatch):
     whole = evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS)
-    module = sys.modules["segcal.evaluate"]
+    module = sys.modules["segcal.case_measures"]
     original = module.row_slices
     monkeypatch.setattr(module, "row_slices", lambda shape: original(shape, 6 * 48 * 7))
     assert_same_values(whole, evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS))
@@ -281,3 +282,49 @@ def test_wrong_requests_say_what_there_is(options, says):
         evaluate(CASES[:0])
     with pytest.raises(InputError, match="no value of 'nll'"):
         evaluate(CASES[:1], metrics=("ece",)).value("nll")
+
+
+@pytest.mark.parametrize(("workers", "calibrated"), [(1, False), (2, True)])
+def test_exact_equal_mass_bins_are_those_of_sorted_voxels(workers, calibrated):
+    """Per case, per region and pooled, against the reference that sorts all probabilities."""
+    cases = scenes(2, size=(16, 18), num_classes=3, plant=[Temperature(2.0)], ignored=0.1)
+    calibrator = segcal.calibrators.VectorScaling().fit(cases) if calibrated else None
+    metrics = ("ace-adaptive", "ace-adaptive[num_bins=7]", "tace")
+    results = evaluate(
+        cases, calibrator, metrics=metrics, regions=("everything", "boundary"), exact=True, workers=workers
+    )
+    seen = {}
+    for case in cases:
+        log_probs = case.logits.log_softmax(1) if calibrator is None else calibrator(case.logits)
+        probs = log_probs[0].flatten(1).T.double().exp()
+        labels, boundary = case.labels.flatten(), CaseRegions(case.labels, ignore_index=255).mask("boundary").flatten()
+        for region, inside in (("everything", labels != 255), ("boundary", boundary & (labels != 255))):
+            values = (probs[inside].numpy(), labels[inside].numpy())
+            seen.setdefault((POOLED, region), []).append(values)
+            seen[case.id, region] = [values]
+    for (case_id, region), parts in seen.items():
+        probs, labels = (np.concatenate(items) for items in zip(*parts, strict=True))
+        for metric, bins, threshold in zip(metrics, (15, 7, 15), (None, None, 1e-3), strict=True):
+            expected = reference.ace_adaptive(probs, labels, bins, threshold)
+            assert results.value(metric, region, case_id) == pytest.approx(expected, abs=1e-6)
+
+
+def test_exact_local_patches_and_every_calibrator_in_one_read():
+    cases = scenes(2, size=(40, 48), plant=[Temperature(2.0)])
+    ts = segcal.calibrators.TemperatureScaling().fit(cases)
+    options = {"metrics": ("ece", "ace-adaptive"), "regions": ("everything", "local"), "exact": True}
+    reads = []
+    many = evaluate_many(cases, {"before": None, "after": ts}, **options, progress=reads.append)
+    assert reads == [*cases.ids] * 2  # once for all, and once more for the pooled edges
+    assert many["before"].rows == evaluate(cases, **options).rows
+    assert many["after"].rows == evaluate(cases, ts, **options).rows
+    once = evaluate(cases, metrics=("ace-adaptive",), regions=("local",)).values("ace-adaptive", "local-mean")
+    exact = many["before"].values("ace-adaptive", "local-mean")
+    assert all(exact[name] == pytest.approx(once[name], abs=0.05) for name in exact)
+    assert exact != once
+
+
+def test_statistics_alone_cannot_be_exact():
+    stats = segcal.VoxelStatistics(2).update(torch.zeros(4, 2), torch.tensor([0, 0, 0, 1]))
+    with pytest.raises(InputError, match=r"(?s)exact is True.*SecondPass"):
+        segcal.metrics.ace_adaptive(stats, exact=True)

@@ -17,6 +17,7 @@ LAYERS = [
     {"statistics", "regions", "solvers", "synthetic", "sampling", "distributed"},
     {"metrics", "calibrators", "losses", "fusion", "maps"},
     {"plan", "plots", "check"},
+    {"case_measures"},
     {"training", "evaluate", "apply", "tuning", "integrations"},
     {"compare"},
     {"report"},

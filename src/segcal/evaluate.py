@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cached_property
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
+from segcal.case_measures import (
+    Calibrator,
+    SecondPasses,
+    add_case_again,
+    case_views,
+    column_name,
+    measure_case,
+    reduced_rows,
+    second_passes,
+)
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.kernels import AffineMap
-from segcal.metrics import Column, Measure, MetricSpec, reliability
+from segcal.metrics import Column, reliability
 from segcal.metrics.diagnosis import diagnose
-from segcal.metrics.surfaces import class_mean, surface_distances
-from segcal.plan import DEFAULT_BINS, LOCAL, Plan, metric_spec
-from segcal.regions import CaseRegions, Window
+from segcal.plan import DEFAULT_BINS, Plan
 from segcal.results import POOLED, Results, Row
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.threads import torch_threads
-from segcal.types import Case, row_slices
+from segcal.types import Case
 
 DEFAULT_METRICS = ("nll", "brier", "ece", "mce", "ace", "cece", "ba-ece", "dsc", "accuracy", "confidence-balance")
 
-# Logits to log-probabilities. A ``score_map`` attribute (an AffineMap) is fused into the pass, and ``spatial = False``
-# promises that every voxel is mapped on its own, so that a case may be mapped in chunks.
-Calibrator = Callable[[Tensor], Tensor]
+Progress = Callable[[str], None]
+_Calibrators = Mapping[str, Calibrator | None]
+_T = TypeVar("_T")
 
 
 def evaluate(
@@ -40,10 +45,11 @@ def evaluate(
     *,
     metrics: Sequence[str | Column] = DEFAULT_METRICS,
     regions: Sequence[str] = (EVERYTHING,),
-    masks: Mapping[str, Callable[[Case], Tensor]] | None = None,
+    masks: Mapping[str, Callable[[Case], torch.Tensor]] | None = None,
+    exact: bool = False,
     workers: int = 1,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda case: None,
+    progress: Progress = lambda case: None,
 ) -> Results:
     """Measure scores against labels.
 
@@ -56,6 +62,8 @@ def evaluate(
             region; or ``segcal.metrics.Column`` objects, which say where, such as a preset's.
         regions: Ids of ``segcal.REGIONS``. ``local`` gives ``local-mean`` and ``local-max`` over random patches.
         masks: Regions of your own, by name: functions from a case to a bool mask ``(N, *spatial)``.
+        exact: Equal-mass bins (``ace-adaptive``, ``tace``) have their edges found to the resolution of float32, by
+            reading every case a second time; in one pass the edges lie within 1/4096 of where they should.
         workers: Processes; each takes a share of the cases.
         seed: Of the local patches; every case has its own.
         progress: Called with the name of each case before it is read; only with one worker.
@@ -67,210 +75,150 @@ def evaluate(
         >>> results.value("ece") < results.value("ece", region="boundary")
         True
     """
-    plan = Plan.make(metrics, regions, masks or {}, seed)
+    only = {"": calibrator}
+    return evaluate_many(
+        cases, only, metrics=metrics, regions=regions, masks=masks,
+        exact=exact, workers=workers, seed=seed, progress=progress,
+    )[""]  # fmt: skip
+
+
+def evaluate_many(
+    cases: CaseSet,
+    calibrators: Mapping[str, Calibrator | None],
+    *,
+    metrics: Sequence[str | Column] = DEFAULT_METRICS,
+    regions: Sequence[str] = (EVERYTHING,),
+    masks: Mapping[str, Callable[[Case], torch.Tensor]] | None = None,
+    exact: bool = False,
+    workers: int = 1,
+    seed: int = 0,
+    progress: Progress = lambda case: None,
+) -> dict[str, Results]:
+    """``evaluate`` through several calibrators, by name, from the same one read of every case.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(3, size=(32, 40), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> ts = segcal.calibrators.TemperatureScaling().fit(cases)
+        >>> found = evaluate_many(cases, {"before": None, "after": ts}, metrics=("nll",))
+        >>> found["after"].value("nll") < found["before"].value("nll")
+        True
+    """
+    plan = Plan.make(metrics, regions, masks or {}, seed, exact)
     if workers < 1:
         raise InputError(f"workers is {workers}", expected="at least 1")
     if not len(cases):
         raise InputError("no cases", where="cases", expected="at least one")
-    if workers == 1:
-        shares = [_evaluate_share(plan, cases, calibrator, progress)]
-    else:
-        shares = list(_in_processes(plan, cases, calibrator, min(workers, len(cases))))
-    pooled = plan.statistics(cases.num_classes)
-    for share in shares:
-        pooled.merge(share.pooled)
+    run = _Run(plan, cases, calibrators, min(workers, len(cases)), progress)
+    shares = run.over_cases(_first_share)
+    found: dict[str, Results] = {}
+    pooled = {name: _merged([share[name].pooled for share in shares]) for name in calibrators}
+    second = {name: second_passes(plan, own) for name, own in pooled.items()}
+    if any(second.values()):
+        for share in run.over_cases(_second_share, second):
+            for name, passes in share.items():
+                for number, one in passes.items():
+                    second[name][number].merge(one)
     order = {name: index for index, name in enumerate(cases.ids)}
-    rows = sorted((row for share in shares for row in share.rows), key=lambda row: order[row.case])
-    rows += _rows(plan, POOLED, pooled)
-    per_case = {name: bins for share in shares for name, bins in share.reliability.items()}
-    by_case = Results(tuple(rows))
-    return Results(
-        rows=tuple(rows),
-        about=_about(plan, cases, calibrator),
-        reliability=_reliability(pooled, per_case),
-        diagnosis=diagnose(
-            pooled,
-            balances=by_case.values("confidence-balance"),
-            spreads=by_case.values("free-energy-std"),
-            class_names=cases.class_names,
-        ),
-    )
+    for name, calibrator in calibrators.items():
+        parts = [share[name] for share in shares]
+        rows = sorted((row for part in parts for row in part.rows), key=lambda row: order[row.case])
+        rows += reduced_rows(plan, POOLED, pooled[name], second[name])
+        per_case = {case: bins for part in parts for case, bins in part.reliability.items()}
+        by_case = Results(tuple(rows))
+        found[name] = Results(
+            rows=tuple(rows),
+            about=_about(plan, cases, calibrator),
+            reliability=_reliability(pooled[name], per_case),
+            diagnosis=diagnose(
+                pooled[name],
+                balances=by_case.values("confidence-balance"),
+                spreads=by_case.values("free-energy-std"),
+                class_names=cases.class_names,
+            ),
+        )
+    return found
+
+
+class _Run(NamedTuple):
+    """Cases, and the processes they are shared by."""
+
+    plan: Plan
+    cases: CaseSet
+    calibrators: _Calibrators
+    workers: int
+    progress: Progress
+
+    def over_cases(self, function: Callable[..., _T], *arguments: Any) -> list[_T]:
+        """``function(plan, cases, calibrators, *arguments)`` of every share of the cases."""
+        if self.workers == 1:
+            return [function(self.plan, self.cases, self.calibrators, *arguments, progress=self.progress)]
+        # Spawned, not forked: a forked copy of a process that has used OpenMP or numba threads may hang.
+        context = multiprocessing.get_context("spawn")
+        threads = max(1, torch.get_num_threads() // self.workers)
+        with ProcessPoolExecutor(self.workers, context, torch.set_num_threads, (threads,)) as pool:
+            shares = [self.cases.shard(rank, self.workers) for rank in range(self.workers)]
+            waiting = [pool.submit(function, self.plan, share, self.calibrators, *arguments) for share in shares]
+            return [future.result() for future in waiting]
 
 
 class _Share(NamedTuple):
+    """What some cases gave through one calibrator."""
+
     rows: list[Row]
     reliability: dict[str, dict[str, Any]]  # case, region
     pooled: VoxelStatistics
 
 
-def _in_processes(plan: Plan, cases: CaseSet, calibrator: Calibrator | None, workers: int) -> Iterator[_Share]:
-    # Spawned, not forked: a forked copy of a process that has used OpenMP or numba threads may hang.
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // workers)
-    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        shares = (cases.shard(rank, workers) for rank in range(workers))
-        yield from pool.map(_evaluate_share, *zip(*((plan, share, calibrator) for share in shares), strict=True))
-
-
-def _evaluate_share(
-    plan: Plan, cases: CaseSet, calibrator: Calibrator | None, progress: Callable[[str], None] = lambda case: None
-) -> _Share:
-    share = _Share([], {}, plan.statistics(cases.num_classes))
-    threads = torch.get_num_threads()
+def _first_share(
+    plan: Plan, cases: CaseSet, calibrators: _Calibrators, progress: Progress = lambda case: None
+) -> dict[str, _Share]:
+    found = {name: _Share([], {}, plan.statistics(cases.num_classes)) for name in calibrators}
     for case in cases:
         progress(case.id)
-        try:
-            with torch_threads(1):
-                rows, statistics = _evaluate_case(plan, _CaseVoxels(plan, case, calibrator, threads))
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
-        share.rows.extend(rows)
-        share.reliability[case.id] = {region: _bins(statistics, region) for region in (EVERYTHING, *plan.regions)}
-        share.pooled.merge(statistics)
+        with _at(case) as threads:
+            results = measure_case(plan, case, calibrators, threads)
+        for name, result in results.items():
+            share, statistics = found[name], result.statistics
+            share.rows.extend(result.rows)
+            share.reliability[case.id] = {region: _bins(statistics, region) for region in (EVERYTHING, *plan.regions)}
+            share.pooled.merge(statistics)
         del case  # Otherwise it would live on while the next one is awaited.
-    return share
+    return found
 
 
-def _evaluate_case(plan: Plan, voxels: _CaseVoxels) -> tuple[list[Row], VoxelStatistics]:
-    case = voxels.case
-    statistics = plan.statistics(case.shape[1], voxels.threads)
-    for rows in row_slices(case.shape):
-        voxels.add_to(statistics, (rows, *voxels.columns))
-    measures = _rows(plan, case.id, statistics)
-    if any(column.region == LOCAL for column in plan.columns):
-        measures += _local_rows(plan, voxels)
-    if "surfaces" in plan.needs:
-        measures += _surface_rows(plan, voxels)
-    return measures, statistics
+def _second_share(
+    plan: Plan,
+    cases: CaseSet,
+    calibrators: _Calibrators,
+    second: Mapping[str, SecondPasses],
+    progress: Progress = lambda case: None,
+) -> dict[str, SecondPasses]:
+    own = {name: {number: one.empty_like() for number, one in passes.items()} for name, passes in second.items()}
+    for case in cases:
+        progress(case.id)
+        with _at(case) as threads:
+            add_case_again(case_views(plan, case, calibrators, threads), own)
+        del case
+    return own
 
 
-class _CaseVoxels:
-    """The voxels of a case: regions found once, scores calibrated in chunks where the calibrator allows it.
-
-    ``threads`` are for the calibrator and the kernel; all else here is light work, which is quicker on one.
-    """
-
-    def __init__(self, plan: Plan, case: Case, calibrator: Calibrator | None, threads: int) -> None:
-        self.case, self.calibrator, self.threads = case, calibrator, threads
-        self.score_map: AffineMap | None = getattr(calibrator, "score_map", None)
-        self.spatial = calibrator is not None and self.score_map is None and getattr(calibrator, "spatial", True)
-        self.columns = tuple(slice(0, size) for size in case.shape[3:])
-        self.where = CaseRegions(
-            case.labels,
-            spacing=case.spacing,
-            ignore_index=case.ignore_index,
-            mask=case.mask,
-            seed=zlib.crc32(case.id.encode()) ^ plan.seed,
-        )
-        self.masks = {
-            name: self.where.mask(plan.masks[name](case) if name in plan.masks else name) for name in plan.regions
-        }
-        self.distance = self.where.distance if "distance" in plan.needs else None
-
-    def add_to(self, statistics: VoxelStatistics, window: Window) -> None:
-        """Add the voxels of a window."""
-        index = (slice(None), *window)
-        logits, score_map, uncalibrated = self.scores(window)
-        statistics.update(
-            logits,
-            self.where.labels[index],
-            ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
-            mask=self.where.valid[index],
-            regions={name: mask[index] for name, mask in self.masks.items()},
-            distance=None if self.distance is None else self.distance[index],
-            score_map=score_map,
-            uncalibrated=uncalibrated,
-        )
-
-    def _calibrated(self, logits: Tensor) -> Tensor:
-        assert self.calibrator is not None
-        with torch_threads(self.threads), torch.no_grad():
-            return self.calibrator(logits)
-
-    @cached_property
-    def _whole(self) -> Tensor:
-        pieces = getattr(self.calibrator, "pieces", None)
-        if pieces is None:  # a plain function
-            return self._calibrated(self.case.logits)
-        with torch_threads(self.threads), torch.no_grad():
-            return torch.cat([log_probs for _, log_probs in pieces(self.case)], 2)
-
-    def scores(self, window: Window) -> tuple[Tensor, AffineMap | None, Tensor | None]:
-        """Scores in a window, the map to apply to them, and the uncalibrated argmax where they are mapped already."""
-        columns = (slice(None), slice(None), slice(None), *window[1:])
-        logits = self.case.chunk(window[0]).logits[columns]
-        if self.calibrator is None or self.score_map is not None:
-            return logits, self.score_map, None
-        mapped = self._whole[:, :, window[0]][columns] if self.spatial else self._calibrated(logits)
-        return mapped, None, logits.argmax(1)
-
-    def prediction(self) -> Tensor:
-        """The predicted labels ``(N, *spatial)``."""
-        parts = (self.scores((rows, *self.columns)) for rows in row_slices(self.case.shape))
-        return torch.cat([(z if score_map is None else score_map(z)).argmax(1) for z, score_map, _ in parts], 1)
-
-
-def _rows(plan: Plan, case: str, statistics: VoxelStatistics) -> list[Row]:
-    """All metrics that are reductions of the statistics."""
-    rows = []
-    for column in plan.columns:
-        spec = metric_spec(column.metric)
-        if column.region != LOCAL and "surfaces" not in spec.needs:
-            value = _compute(spec, statistics, column.options, region=column.region)
-            rows.append(Row(case, column.region, _name(column), float(value), value.count))
-    return rows
-
-
-def _local_rows(plan: Plan, voxels: _CaseVoxels) -> list[Row]:
-    """Mean and maximum over random patches (Ding et al.)."""
-    columns = [column for column in plan.columns if column.region == LOCAL]
-    values: list[list[float]] = [[] for _ in columns]
-    for part in voxels.where.parts(LOCAL):
-        statistics = plan.statistics(voxels.case.shape[1], voxels.threads)
-        voxels.add_to(statistics, part.window)
-        for column, found in zip(columns, values, strict=True):
-            found.append(_compute(metric_spec(column.metric), statistics, column.options))
-    rows = []
-    for column, found in zip(columns, values, strict=True):
-        mean = Measure.mean(found)
-        largest = max((value for value in found if value == value), default=float("nan"))
-        rows.append(Row(voxels.case.id, "local-mean", _name(column), float(mean), mean.count))
-        rows.append(Row(voxels.case.id, "local-max", _name(column), float(largest), mean.count))
-    return rows
-
-
-def _surface_rows(plan: Plan, voxels: _CaseVoxels) -> list[Row]:
-    """Metrics of surfaces, which belong to a case as a whole: the mean over the classes but the background."""
-    case = voxels.case
-    distances = surface_distances(
-        voxels.prediction(),
-        case.labels,
-        case.shape[1],
-        spacing=case.spacing,
-        ignore_index=case.ignore_index,
-        mask=case.mask,
-    )
-    rows = []
-    for column in plan.columns:
-        spec = metric_spec(column.metric)
-        if "surfaces" in spec.needs:
-            value = class_mean(_compute(spec, distances, column.options))
-            rows.append(Row(case.id, EVERYTHING, _name(column), float(value), value.count))
-    return rows
-
-
-def _compute(spec: MetricSpec, data: Any, options: Mapping[str, Any], **more: Any) -> Any:
+@contextmanager
+def _at(case: Case) -> Iterator[int]:
+    """Torch on one thread, for light work; gives the number of threads for heavy work. Errors name the case."""
+    threads = torch.get_num_threads()
     try:
-        return spec.function(data, **options, **more)
-    except TypeError as error:
-        raise InputError(
-            f"options {dict(options)} of '{spec.id}': {error}", expected="options the metric has"
-        ) from None
+        with torch_threads(1):
+            yield threads
+    except SegcalError as error:
+        raise error.at(case=case.id) from None
 
 
-def _name(column: Column) -> str:
-    options = ",".join(f"{name}={value}" for name, value in sorted(column.options.items()))
-    return f"{column.metric}[{options}]" if options else column.metric
+def _merged(parts: Sequence[VoxelStatistics]) -> VoxelStatistics:
+    whole = parts[0].empty_like()
+    for part in parts:
+        whole.merge(part)
+    return whole
 
 
 def _reliability(pooled: VoxelStatistics, per_case: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -297,7 +245,8 @@ def _about(plan: Plan, cases: CaseSet, calibrator: Calibrator | None) -> dict[st
         "class_names": list(cases.class_names) if cases.class_names else None,
         "ignore_index": cases.ignore_index,
         "calibrator": None if calibrator is None else getattr(calibrator, "id", type(calibrator).__name__),
-        "columns": [f"{_name(column)} in {column.region}" for column in plan.columns],
+        "columns": [f"{column_name(column)} in {column.region}" for column in plan.columns],
+        "exact": plan.exact,
         "seed": plan.seed,
         "versions": {
             "segcal": version("segcal"),

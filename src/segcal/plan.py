@@ -28,6 +28,7 @@ class Plan:
     columns: tuple[Column, ...]
     masks: Mapping[str, Callable[[Case], Tensor]]
     seed: int
+    exact: bool = False
 
     @classmethod
     def make(
@@ -36,6 +37,7 @@ class Plan:
         regions: Sequence[str],
         masks: Mapping[str, Callable[[Case], Tensor]],
         seed: int,
+        exact: bool = False,
     ) -> Plan:
         """Check the request and spell it out as columns."""
         if taken := sorted(set(masks) & set(REGIONS)):
@@ -53,7 +55,7 @@ class Plan:
             metric_spec(column.metric)
             if column.region not in REGIONS and column.region not in masks:
                 raise InputError(f"region is {column.region!r}", expected=f"one of {', '.join((*REGIONS, *masks))}")
-        return cls(tuple(columns), masks, seed)
+        return cls(tuple(columns), masks, seed, exact)
 
     @property
     def needs(self) -> set[str]:

@@ -39,23 +39,27 @@ def evaluate_command(
     maps: Annotated[
         Path | None, typer.Option(help="Write voxel maps (confidence, error, balance, band) into this folder.")
     ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Exact equal-mass bins (ace-adaptive, tace): reads every case twice.")
+    ] = False,
     workers: Annotated[int, typer.Option(help="Processes; each takes a share of the cases.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the local patches.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
 
-    Reads every case once. The mean is over images, the interval a bootstrap over images.
+    Reads every case once (twice with --exact). The mean is over images, the interval a bootstrap over images.
 
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
     cases = open_cases(data, **declared(layout, labels))
     fitted = load(calibrator) if calibrator else None
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(_split_metrics(metrics))
-    with progress("evaluating", len(cases)) as step:
+    with progress("evaluating", len(cases) * (1 + exact)) as step:
         results = evaluate(
-            cases, fitted, metrics=columns, regions=_split(regions), workers=workers, seed=seed, progress=step
-        )
+            cases, fitted, metrics=columns, regions=_split(regions),
+            exact=exact, workers=workers, seed=seed, progress=step,
+        )  # fmt: skip
     if output:
         results.to_json(output)
     if csv:

@@ -21,7 +21,7 @@ from segcal.metrics.calibration import (
     sce,
     smece,
 )
-from segcal.metrics.equal_mass import SecondPass, ace_adaptive, tace
+from segcal.metrics.equal_mass import SecondPass, ace_adaptive, second_pass, tace
 from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
 from segcal.metrics.presets import PRESETS, Column, Preset, preset
 from segcal.metrics.reliability import Reliability, reliability
@@ -62,6 +62,7 @@ __all__ = [
     "preset",
     "reliability",
     "sce",
+    "second_pass",
     "smece",
     "surface_dice",
     "tace",

@@ -8,9 +8,11 @@ value a second pass over the same data (``SecondPass``) splits the histogram bin
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +125,13 @@ class SecondPass:
         self.positive += other.positive
         return self
 
+    def empty_like(self) -> SecondPass:
+        """A second pass over nothing yet, that splits the same bins."""
+        other = copy.copy(self)
+        other.count, other.positive = np.zeros_like(self.count), np.zeros_like(self.positive)
+        other.confidence = np.zeros_like(self.confidence)
+        return other
+
     def groups(self, threshold_bin: int) -> list[Groups]:
         """Per class, what lies above the bin ``threshold_bin``."""
         widths = np.repeat(((self.grid.upper - self.grid.lower) / self.cells).reshape(-1), self.cells.reshape(-1))
@@ -191,12 +200,29 @@ def tace(
     return Measure.mean(errors)
 
 
+def second_pass(metric: str, stats: VoxelStatistics, region: Region, options: Mapping[str, Any]) -> SecondPass | None:
+    """The second pass that makes the metric of this id exact, or None where the first one did."""
+    if metric == "ace-adaptive":
+        threshold = 0.0
+    elif metric == "tace" and options.get("binning", "mass") == "mass":
+        threshold = options.get("threshold", stats.threshold)
+    else:
+        return None
+    return SecondPass(stats, num_bins=options.get("num_bins", 15), threshold=threshold, region=region)
+
+
 def _mean_over_classes(
     stats: VoxelStatistics, num_bins: int, threshold: float, region: Region, exact: SecondPass | None
 ) -> Measure:
     start = _first_bin(stats, threshold)
     if exact is None:
         per_class = _groups(stats, region, start)
+    elif not isinstance(exact, SecondPass):
+        raise InputError(
+            f"exact is {exact!r}",
+            expected="a SecondPass: statistics no longer know the single voxels",
+            fix="segcal.evaluate(..., exact=True) reads the cases twice; or see segcal.metrics.SecondPass",
+        )
     else:
         asked, made = (num_bins, threshold, region), (exact.num_bins, exact.threshold, exact.region)
         if asked != made:

@@ -1,0 +1,271 @@
+"""All metrics of one case, through any number of calibrators, from one read of its scores."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+from segcal.kernels import AffineMap
+from segcal.metrics import Column, Measure, MetricSpec, SecondPass, second_pass
+from segcal.metrics.surfaces import class_mean, surface_distances
+from segcal.plan import LOCAL, Plan, metric_spec
+from segcal.regions import CaseRegions, Window
+from segcal.results import Row
+from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.threads import torch_threads
+from segcal.types import Case, row_slices
+
+# Logits to log-probabilities. A ``score_map`` attribute (an AffineMap) is fused into the pass, and ``spatial = False``
+# promises that every voxel is mapped on its own, so that a case may be mapped in chunks.
+Calibrator = Callable[[Tensor], Tensor]
+
+# Column number to the second pass that its metric needs.
+SecondPasses = dict[int, SecondPass]
+
+
+class CaseVoxels:
+    """The voxels of a case, whatever the calibrator: labels, regions and distances, found once.
+
+    ``threads`` are for calibrators and kernels; all else is light work, which is quicker on one.
+    """
+
+    def __init__(self, plan: Plan, case: Case, threads: int) -> None:
+        self.case, self.threads = case, threads
+        self.where = CaseRegions(
+            case.labels,
+            spacing=case.spacing,
+            ignore_index=case.ignore_index,
+            mask=case.mask,
+            seed=zlib.crc32(case.id.encode()) ^ plan.seed,
+        )
+        self.masks = {
+            name: self.where.mask(plan.masks[name](case) if name in plan.masks else name) for name in plan.regions
+        }
+        self.distance = self.where.distance if "distance" in plan.needs else None
+
+    @property
+    def windows(self) -> Iterator[Window]:
+        """The whole case in pieces of some rows each."""
+        columns = tuple(slice(0, size) for size in self.case.shape[3:])
+        return ((rows, *columns) for rows in row_slices(self.case.shape))
+
+    def logits(self, window: Window) -> Tensor:
+        """The uncalibrated scores in a window."""
+        columns = (slice(None), slice(None), slice(None), *window[1:])
+        return self.case.rows("logits", window[0])[columns]  # type: ignore[no-any-return]
+
+
+class Scores(NamedTuple):
+    """Scores in a window, the map to apply to them, and the uncalibrated argmax where they are mapped already."""
+
+    values: Tensor
+    score_map: AffineMap | None
+    uncalibrated: Tensor | None
+
+    @property
+    def prediction(self) -> Tensor:
+        """The predicted labels ``(N, *window)``."""
+        return (self.values if self.score_map is None else self.score_map(self.values)).argmax(1)
+
+
+class CalibratedCase:
+    """The voxels of a case through one calibrator; in chunks where the calibrator allows it."""
+
+    def __init__(self, voxels: CaseVoxels, calibrator: Calibrator | None) -> None:
+        self.voxels, self.calibrator = voxels, calibrator
+        self.score_map: AffineMap | None = getattr(calibrator, "score_map", None)
+        self.spatial = calibrator is not None and self.score_map is None and getattr(calibrator, "spatial", True)
+
+    def scores(self, window: Window, logits: Tensor) -> Scores:
+        """What the calibrator makes of a window with these logits."""
+        if self.calibrator is None or self.score_map is not None:
+            return Scores(logits, self.score_map, None)
+        columns = (slice(None), slice(None), slice(None), *window[1:])
+        mapped = self._whole[:, :, window[0]][columns] if self.spatial else self._calibrated(logits)
+        return Scores(mapped, None, logits.argmax(1))
+
+    def _calibrated(self, logits: Tensor) -> Tensor:
+        assert self.calibrator is not None
+        with torch_threads(self.voxels.threads), torch.no_grad():
+            return self.calibrator(logits)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        pieces = getattr(self.calibrator, "pieces", None)
+        if pieces is None:  # a plain function
+            return self._calibrated(self.voxels.case.logits)
+        with torch_threads(self.voxels.threads), torch.no_grad():
+            return torch.cat([log_probs for _, log_probs in pieces(self.voxels.case)], 2)
+
+    def add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
+        """Add the voxels of a window with these logits."""
+        index = (slice(None), *window)
+        scores, voxels = self.scores(window, logits), self.voxels
+        statistics.update(
+            scores.values,
+            voxels.where.labels[index],
+            ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
+            mask=voxels.where.valid[index],
+            regions={name: mask[index] for name, mask in voxels.masks.items()},
+            distance=None if voxels.distance is None else voxels.distance[index],
+            score_map=scores.score_map,
+            uncalibrated=scores.uncalibrated,
+        )
+
+    def add_again(self, second: SecondPasses, window: Window, logits: Tensor) -> None:
+        """Add the voxels of a window to second passes, each in its region."""
+        index = (slice(None), *window)
+        scores, voxels = self.scores(window, logits), self.voxels
+        for one in second.values():
+            inside = voxels.where.valid[index]
+            one.update(
+                scores.values,
+                voxels.where.labels[index],
+                ignore_index=None,
+                mask=inside if one.region == EVERYTHING else inside & voxels.masks[str(one.region)][index],
+                score_map=scores.score_map,
+            )
+
+
+def case_views(
+    plan: Plan, case: Case, calibrators: Mapping[str, Calibrator | None], threads: int
+) -> dict[str, CalibratedCase]:
+    """A case through each of the calibrators."""
+    voxels = CaseVoxels(plan, case, threads)
+    return {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
+
+
+class CaseResult(NamedTuple):
+    """What is known of a case through one calibrator."""
+
+    rows: list[Row]
+    statistics: VoxelStatistics
+
+
+def measure_case(
+    plan: Plan, case: Case, calibrators: Mapping[str, Calibrator | None], threads: int
+) -> dict[str, CaseResult]:
+    """All rows and the statistics of a case, by calibrator. The scores are read once (twice where exact)."""
+    views = case_views(plan, case, calibrators, threads)
+    statistics = {name: plan.statistics(case.shape[1], threads) for name in views}
+    for window, logits in _windows(views):
+        for name, view in views.items():
+            view.add_to(statistics[name], window, logits)
+    second = {name: second_passes(plan, own) for name, own in statistics.items()}
+    if any(second.values()):
+        add_case_again(views, second)
+    return {
+        name: CaseResult(
+            [
+                *reduced_rows(plan, case.id, statistics[name], second[name]),
+                *_local_rows(plan, view),
+                *_surface_rows(plan, view),
+            ],
+            statistics[name],
+        )
+        for name, view in views.items()
+    }
+
+
+def second_passes(plan: Plan, statistics: VoxelStatistics) -> SecondPasses:
+    """Empty second passes for the columns that need one, where the plan wants exact values."""
+    found = {
+        number: second_pass(column.metric, statistics, column.region, column.options)
+        for number, column in enumerate(plan.columns if plan.exact else ())
+        if column.region != LOCAL
+    }
+    return {number: one for number, one in found.items() if one is not None}
+
+
+def add_case_again(views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
+    """Add a case to the second passes of every calibrator."""
+    for window, logits in _windows(views):
+        for name, view in views.items():
+            view.add_again(second[name], window, logits)
+
+
+def _windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tensor]]:
+    """The case in windows with their logits, each read once for all calibrators."""
+    voxels = next(iter(views.values())).voxels
+    return ((window, voxels.logits(window)) for window in voxels.windows)
+
+
+def reduced_rows(plan: Plan, case: str, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
+    """All metrics that are reductions of the statistics."""
+    rows = []
+    for number, column in enumerate(plan.columns):
+        spec = metric_spec(column.metric)
+        if column.region != LOCAL and "surfaces" not in spec.needs:
+            exact = {"exact": second[number]} if number in second else {}
+            value = _compute(spec, statistics, column.options, region=column.region, **exact)
+            rows.append(Row(case, column.region, column_name(column), float(value), value.count))
+    return rows
+
+
+def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
+    """Mean and maximum over random patches (Ding et al.)."""
+    columns = [column for column in plan.columns if column.region == LOCAL]
+    if not columns:
+        return []
+    voxels = view.voxels
+    values: list[list[float]] = [[] for _ in columns]
+    for part in voxels.where.parts(LOCAL):
+        statistics, logits = plan.statistics(voxels.case.shape[1], voxels.threads), voxels.logits(part.window)
+        view.add_to(statistics, part.window, logits)
+        for column, found in zip(columns, values, strict=True):
+            exact = {}
+            if plan.exact and (one := second_pass(column.metric, statistics, EVERYTHING, column.options)):
+                view.add_again({0: one}, part.window, logits)
+                exact = {"exact": one}
+            found.append(_compute(metric_spec(column.metric), statistics, column.options, **exact))
+    rows = []
+    for column, found in zip(columns, values, strict=True):
+        mean = Measure.mean(found)
+        largest = max((value for value in found if value == value), default=float("nan"))
+        rows.append(Row(voxels.case.id, "local-mean", column_name(column), float(mean), mean.count))
+        rows.append(Row(voxels.case.id, "local-max", column_name(column), float(largest), mean.count))
+    return rows
+
+
+def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
+    """Metrics of surfaces, which belong to a case as a whole: the mean over the classes but the background."""
+    if "surfaces" not in plan.needs:
+        return []
+    case = view.voxels.case
+    prediction = [view.scores(window, view.voxels.logits(window)).prediction for window in view.voxels.windows]
+    distances = surface_distances(
+        torch.cat(prediction, 1),
+        case.labels,
+        case.shape[1],
+        spacing=case.spacing,
+        ignore_index=case.ignore_index,
+        mask=case.mask,
+    )
+    rows = []
+    for column in plan.columns:
+        spec = metric_spec(column.metric)
+        if "surfaces" in spec.needs:
+            value = class_mean(_compute(spec, distances, column.options))
+            rows.append(Row(case.id, EVERYTHING, column_name(column), float(value), value.count))
+    return rows
+
+
+def _compute(spec: MetricSpec, data: Any, options: Mapping[str, Any], **more: Any) -> Any:
+    try:
+        return spec.function(data, **options, **more)
+    except TypeError as error:
+        raise InputError(
+            f"options {dict(options)} of '{spec.id}': {error}", expected="options the metric has"
+        ) from None
+
+
+def column_name(column: Column) -> str:
+    """The metric with its options, as users write it: ``ece[num_bins=50]``."""
+    options = ",".join(f"{name}={value}" for name, value in sorted(column.options.items()))
+    return f"{column.metric}[{options}]" if options else column.metric
