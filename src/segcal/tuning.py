@@ -7,6 +7,7 @@ scaling, by a strength chosen on other images, keeps what carries over.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,26 +21,32 @@ from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.first_pass import FirstPass
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.metrics import brier, ece, nll
+from segcal.metrics import Measure, brier, ece, nll
 from segcal.statistics import VoxelStatistics
 from segcal.threads import blas_threads
 
 Select = Literal["nll", "ece", "brier"]
+Values = dict[Select, Measure]  # of one image
 
-#: Shrinkages of the path, from hardly different from temperature scaling to none.
-STRENGTHS = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
-_METRICS: dict[Select, Any] = {"nll": nll, "ece": ece, "brier": brier}
+#: Shrinkages of the path, from temperature scaling itself to none.
+STRENGTHS = (math.inf, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+_METRICS: dict[Select, Callable[[VoxelStatistics], Measure]] = {"nll": nll, "ece": ece, "brier": brier}
 _FOLDS = 5
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Arguments that were tried, and what they gave on images not fitted to."""
+    """Arguments that were tried, and what they gave on images not fitted to: means over these images."""
 
     arguments: dict[str, Any]
     nll: float
     ece: float
     brier: float
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], images: Sequence[Values]) -> Trial:
+        """From the values of every image."""
+        return cls(arguments, **{name: float(Measure.mean(own[name] for own in images)) for name in _METRICS})
 
 
 def tune(
@@ -69,8 +76,9 @@ def tune(
         calibrator: A calibrator, whose other arguments are kept, or an id of ``segcal.CALIBRATORS``.
         calibration: What to fit to.
         validation: What to choose on.
-        select: The metric that is to be lowest, pooled over the validation images.
-        strengths: The path.
+        select: The metric that is to be lowest in the mean over the validation images. Where strengths are within a
+            standard error of each other in ECE or Brier score, their NLL decides.
+        strengths: The path; infinity is temperature scaling itself.
         trials: Draws of the sampler.
         seed: Of samples, folds and the sampler.
         progress: Called with the name of every step.
@@ -109,7 +117,7 @@ def _follow_path(
     seed: int,
     progress: Callable[[str], None],
 ) -> Calibrator:
-    if not strengths or any(not np.isfinite(s) or s < 0 for s in strengths):
+    if not strengths or not all(s >= 0 for s in strengths):
         raise InputError(f"strengths are {tuple(strengths)}", expected="penalties, zero or more, at least one")
     falling = sorted(set(strengths), reverse=True)
     if validation is not None:
@@ -118,26 +126,40 @@ def _follow_path(
         parts = calibration.folds(min(_FOLDS, len(calibration)), seed=seed)
     else:
         raise InputError("one case and no validation cases", expected="at least two cases to choose a strength by")
-    statistics = [VoxelStatistics(calibration.num_classes, (15,), classwise=False) for _ in falling]
+    values: list[list[Values]] = [[] for _ in falling]
     paths = []
     for number, (fitted_to, chosen_on) in enumerate(parts):
         progress(f"path {number + 1} of {len(parts)}")
         paths.append(_path(calibrator, fitted_to, falling, seed))
-        _measure(paths[-1], chosen_on, statistics)
-    tried = [
-        Trial({"shrinkage": strength}, *(float(metric(own)) for metric in (nll, ece, brier)))
-        for strength, own in zip(falling, statistics, strict=True)
-    ]
-    best = min(range(len(falling)), key=lambda index: getattr(tried[index], select))
+        for own, images in zip(values, _measure(paths[-1], chosen_on), strict=True):
+            own += images
+    tried = [Trial.of({"shrinkage": strength}, own) for strength, own in zip(falling, values, strict=True)]
+    best = _choose(values, select)
     if validation is not None:
         tuned = paths[0][best]
     else:
         progress("fitting to all")
         tuned = _path(calibrator, calibration, falling[: best + 1], seed)[-1]
     chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
-    return _with_trials(
-        tuned, tried, f"shrinkage {falling[best]:g} has the lowest {select} on {chosen_on_what}, of {len(tried)} tried"
-    )
+    alike = "" if select == "nll" else f" among those of {select} within a standard error of the lowest"
+    note = f"of {len(tried)} tried, shrinkage {falling[best]:g} has the lowest nll{alike}, on {chosen_on_what}"
+    return _with_trials(tuned, tried, note)
+
+
+def _choose(values: Sequence[Sequence[Values]], select: Select) -> int:
+    """Which strength, from the values of all images at each.
+
+    ECE and Brier score see little of what a richer map gains, so that many strengths are alike to them: of those whose
+    excess over the lowest mean is within its own standard error (paired by image), the one with the lowest NLL.
+    """
+    table = {name: np.array([[own[name] for own in images] for images in values]) for name in ("nll", select)}
+    if np.isnan(table["nll"]).all():
+        raise InputError("no valid voxel in the validation images", expected="labels to choose a strength by")
+    means = np.nanmean(table[select], 1)
+    excess = table[select] - table[select][np.argmin(means)]
+    images = np.maximum(1, np.isfinite(excess).sum(1))
+    alike = np.nanmean(excess, 1) <= (0 if select == "nll" else np.nanstd(excess, 1) / np.sqrt(images))
+    return int(np.argmin(np.where(alike, np.nanmean(table["nll"], 1), np.inf)))
 
 
 def _path(
@@ -154,16 +176,21 @@ def _path(
 
 
 @torch.no_grad()
-def _measure(calibrators: Sequence[Calibrator], cases: CaseSet, statistics: Sequence[VoxelStatistics]) -> None:
-    """Add what each calibrator makes of the cases to its statistics; the cases are read once."""
+def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Values]]:
+    """For each calibrator, the values of every case. The cases are read once."""
+    found: list[list[Values]] = [[] for _ in calibrators]
     for case in cases:
+        statistics = [VoxelStatistics(cases.num_classes, (15,), classwise=False) for _ in calibrators]
         try:
             for chunk in case.chunks():
                 for calibrator, own in zip(calibrators, statistics, strict=True):
                     own.update(calibrator(chunk.logits), chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
         except SegcalError as error:
             raise error.at(case=case.id) from None
+        for values, own in zip(found, statistics, strict=True):
+            values.append({name: metric(own) for name, metric in _METRICS.items()})
         del case
+    return found
 
 
 def _search(
@@ -194,9 +221,7 @@ def _search(
         arguments = {name: values.suggest(trial, name) for name, values in calibrator.search_space.items()}
         candidate = type(calibrator)(**{**calibrator.arguments(), **arguments})
         candidate.fit(calibration, validation=validation, seed=seed)
-        statistics = VoxelStatistics(calibration.num_classes, (15,), classwise=False)
-        _measure([candidate], validation, [statistics])
-        tried.append(Trial(arguments, *(float(metric(statistics)) for metric in (nll, ece, brier))))
+        tried.append(Trial.of(arguments, _measure([candidate], validation)[0]))
         value: float = getattr(tried[-1], select)
         if value <= min(getattr(trial, select) for trial in tried):
             fitted[:] = [candidate]

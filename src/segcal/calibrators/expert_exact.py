@@ -46,6 +46,8 @@ def fit_exactly(
     classes, sample, features = first.num_classes, first.sample, calibrator.features
     threads = torch.get_num_threads()
     centre = calibrator.scaled_identity(classes, first.beta())
+    if np.isinf(calibrator.shrinkage):
+        return _only_the_centre(calibrator, first, centre)
     penalties, notes = _penalties(calibrator, first, centre)
     problem = ExpertProblem(centre.shape, features, calibrator.basis(classes), penalties, first.total, threads)
     lower, upper = calibrator.bounds(classes, len(centre))
@@ -219,6 +221,25 @@ def _conclude(
         iterations=solution.iterations,
         voxels_used=used,
         notes=notes,
+    )
+
+
+def _only_the_centre(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) -> Fitted:
+    """The limit of ever stronger shrinkage."""
+    sample = first.sample
+    calibrator.set_parameters(centre)
+    before, after = (
+        float(sample.weights @ _losses(scores, sample.labels)) / sample.total
+        for scores in (sample.logits, calibrator(sample.logits))
+    )
+    return Fitted(
+        nll_before=before,
+        nll_after=after,
+        converged=True,
+        certificate=0.0,
+        iterations=0,
+        voxels_used=len(sample),
+        notes=["infinite shrinkage: temperature scaling, as nearly as the constraints allow"],
     )
 
 

@@ -35,7 +35,8 @@ class ExpertCalibrator(Calibrator):
     Args:
         off_diagonal: lambda of the ODIR penalty, on the mean square of the off-diagonal weights.
         bias: mu of the ODIR penalty, on the mean square of the biases.
-        shrinkage: Penalty on the mean square of the difference to the fitted temperature scaling.
+        shrinkage: Penalty on the mean square of the difference to the fitted temperature scaling; infinity gives
+            that itself, as nearly as the constraints allow.
         solver: ``"exact"`` finds the global optimum; ``"adam"`` trains the papers' parameterisation, for comparison.
         rate: Adam's learning rate.
         patience: Epochs without improvement before Adam stops.
@@ -58,7 +59,7 @@ class ExpertCalibrator(Calibrator):
     ) -> None:
         super().__init__()
         for name, value in (("off_diagonal", off_diagonal), ("bias", bias), ("shrinkage", shrinkage)):
-            if not (np.isfinite(value) and value >= 0):
+            if not (value >= 0 and (np.isfinite(value) or name == "shrinkage")):
                 raise InputError(f"{name} is {value}", expected="a penalty, zero or more")
         if solver not in ("exact", "adam"):
             raise InputError(f"solver is {solver!r}", expected="'exact' or 'adam'")
