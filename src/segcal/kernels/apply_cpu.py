@@ -1,7 +1,7 @@
 """Calibrated log-probabilities of large CPU inputs, by one read of the logits and one write; numba, as ``cpu`` says.
 
-A block of voxels is copied to memory that stays in the core's cache; largest score, exp, log and what decides ties are
-loops over its voxels with unit stride. float16 and bfloat16 are converted piece by piece, and rounded once at the end.
+A block of voxels is small enough to stay in the core's cache; largest score, exp, log and what decides ties are loops
+over its voxels with unit stride. float16 and bfloat16 are converted piece by piece, and rounded once at the end.
 
 What must keep the argmax does so exactly: whatever would reach the winner's value in the type of the output gets the
 next smaller number of that type instead, as ``segcal.scores.keep_argmax`` has it. A voxel with a NaN, with +inf or

@@ -1,6 +1,6 @@
 """Compiled loops that turn a block of logits into log-probabilities; ``segcal.kernels.apply_cpu`` calls them.
 
-A block is a few hundred voxels, class by class, in memory that stays in the core's cache.
+A block is a few hundred voxels, class by class, few enough to stay in the core's cache from one loop to the next.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -52,19 +52,24 @@ def new_block(classes: int, size: int) -> Block:
 
 
 @elementwise
-def largest(z, size, best, winner):
-    """Each voxel's largest score and its first index.
+def largest(z, start, size, best, winner):
+    """The largest score, and its first index, of each voxel from column ``start`` of ``z (C, V)`` on.
 
-    Two classes at a time: the best so far is read and written half as often.
+    Two classes at a time: the best so far is read and written half as often. The next two are asked for meanwhile:
+    a row is a page, and processors look ahead no further than that.
     """
-    last = z.shape[0] - 1
-    row = z[0]
+    classes = z.shape[0]
+    row = z[0, start : start + size]
     for v in range(size):
         best[v] = row[v]
         winner[v] = 0
-    for k in range(1, z.shape[0], 2):
-        next_k = min(k + 1, last)  # the last class may come twice, which changes nothing
-        row, index, next_row, next_index = z[k], np.int32(k), z[next_k], np.int32(next_k)
+    for k in range(1, classes, 2):
+        for ahead in range(k + 2, min(k + 4, classes)):
+            for column in range(start, start + size, LINE):
+                fetch(z, ahead, column)
+        next_k = min(k + 1, classes - 1)  # the last class may come twice, which changes nothing
+        row, index = z[k, start : start + size], np.int32(k)
+        next_row, next_index = z[next_k, start : start + size], np.int32(next_k)
         for v in range(size):
             top, first = best[v], winner[v]
             value, next_value = row[v], next_row[v]
@@ -76,18 +81,12 @@ def largest(z, size, best, winner):
 
 @elementwise
 def read(x, start, size, z, best, winner):
-    """Copy a block and find each voxel's largest score and its first index.
-
-    The next class is asked for meanwhile: a row is a page, and processors look ahead no further than that.
-    """
+    """Copy a block and find each voxel's largest score and its first index."""
+    largest(x, start, size, best, winner)
     for k in range(x.shape[0]):
-        if k + 1 < x.shape[0]:
-            for column in range(start, start + size, LINE):
-                fetch(x, k + 1, column)
         source, target = x[k, start : start + size], z[k]
         for v in range(size):
             target[v] = source[v]
-    largest(z, size, best, winner)
 
 
 @inlined
@@ -105,8 +104,8 @@ def _next_lower(value, rounding):
 
 
 @elementwise
-def _sum_others(z, size, best, winner, beta, rest):
-    """Turn scores into ``beta (score - best)`` and sum their exp over the classes other than the winner.
+def _sum_others(z, start, size, best, winner, beta, rest):
+    """Sum ``exp(beta (score - best))`` over the classes other than the winner.
 
     The winner's own term is exactly 1 and left out, so that what is left (1 - confidence) keeps its relative precision
     however confident the voxel is.
@@ -114,22 +113,21 @@ def _sum_others(z, size, best, winner, beta, rest):
     for v in range(size):
         rest[v] = _ZERO
     for k in range(z.shape[0]):
-        row, index = z[k], np.int32(k)
+        row, index = z[k, start : start + size], np.int32(k)
         for v in range(size):
-            d = (row[v] - best[v]) * beta
-            e = exp(d)
-            row[v] = d
+            e = exp((row[v] - best[v]) * beta)
             rest[v] += _ZERO if winner[v] == index else e
 
 
 @elementwise
-def write_log_softmax(b, size, beta, keep, kept, rounding, out, start):
-    """Write ``log softmax(beta (scores - best))``.
+def write_log_softmax(b, z, start, size, beta, keep, kept, rounding, out, to):
+    """Write ``log softmax(beta z)`` of the columns from ``start`` of ``z (C, V)`` to those from ``to`` of ``out``.
 
-    ``keep`` makes ``kept`` the argmax in the end, in the type that values are rounded to; ``b.own`` is its score.
+    ``b.best`` and ``b.winner`` must be those of z. ``keep`` makes ``kept`` the argmax in the end, in the type that
+    values are rounded to; ``b.own`` is its score.
     """
-    z, best, log_sum, rest = b.scores, b.best, b.log_sum, b.rest
-    _sum_others(z, size, best, b.winner, beta, rest)
+    best, log_sum, rest = b.best, b.log_sum, b.rest
+    _sum_others(z, start, size, best, b.winner, beta, rest)
     for v in range(size):
         undefined = (best[v] - best[v]) + (rest[v] - rest[v])  # NaN where one of them is not finite, else 0
         log_sum[v] = np.float32(log1p(np.float64(rest[v]))) + undefined
@@ -139,16 +137,16 @@ def write_log_softmax(b, size, beta, keep, kept, rounding, out, start):
             b.own[v] = own
             b.below[v] = _next_lower(own, rounding)
         for k in range(z.shape[0]):
-            row, target, index = z[k], out[k, start : start + size], np.int32(k)
+            row, target, index = z[k, start : start + size], out[k, to : to + size], np.int32(k)
             for v in range(size):
-                value = row[v] - log_sum[v]
+                value = (row[v] - best[v]) * beta - log_sum[v]
                 value = b.below[v] if value > b.below[v] else value
                 target[v] = b.own[v] if kept[v] == index else value
     else:
         for k in range(z.shape[0]):
-            row, target = z[k], out[k, start : start + size]
+            row, target = z[k, start : start + size], out[k, to : to + size]
             for v in range(size):
-                target[v] = row[v] - log_sum[v]
+                target[v] = (row[v] - best[v]) * beta - log_sum[v]
 
 
 @elementwise
@@ -157,10 +155,10 @@ def temperature_range(x, start, stop, beta, rounding, b, out, to):
     block = b.best.shape[0]
     for first in range(start, stop, block):
         size = min(block, stop - first)
-        read(x, first, size, b.scores, b.best, b.winner)
+        largest(x, first, size, b.best, b.winner)
         for v in range(size):
             b.own[v] = b.best[v]
-        write_log_softmax(b, size, beta, True, b.winner, rounding, out, to + first - start)
+        write_log_softmax(b, x, first, size, beta, True, b.winner, rounding, out, to + first - start)
 
 
 @elementwise
@@ -169,8 +167,8 @@ def strata_range(x, start, stop, labels, edges, b, out):
     block = b.best.shape[0]
     for first in range(start, stop, block):
         size = min(block, stop - first)
-        read(x, first, size, b.scores, b.best, b.winner)
-        _sum_others(b.scores, size, b.best, b.winner, _ONE, b.rest)
+        largest(x, first, size, b.best, b.winner)
+        _sum_others(x, first, size, b.best, b.winner, _ONE, b.rest)
         here, to = labels[first - start : first - start + size], out[first - start : first - start + size]
         for v in range(size):
             winner = np.int64(b.winner[v])

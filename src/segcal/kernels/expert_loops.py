@@ -270,5 +270,5 @@ def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
             for k in range(x.shape[0]):
                 for v in range(size):
                     b.scores[k, v] = _NEVER if s.raw[k, v] == _NEVER else b.scores[k, v]
-        largest(b.scores, size, b.best, b.winner)
-        write_log_softmax(b, size, _ONE, keep, s.winner, rounding, out, to + begin - start)
+        largest(b.scores, 0, size, b.best, b.winner)
+        write_log_softmax(b, b.scores, 0, size, _ONE, keep, s.winner, rounding, out, to + begin - start)

@@ -120,7 +120,7 @@ def gradient_range(x, start, stop, labels, valid, experts, b, s, nll, total):
         count = describe_and_map(s, b.best, size, valid[here] if valid.shape[0] else valid, experts, b.rest)
         _targets(s, count, labels[here], features == GAPS)
         _to_scores(s, count, features, b.rest, b.scores)
-        largest(b.scores, count, b.best, b.winner)
+        largest(b.scores, 0, count, b.best, b.winner)
         _slopes(b, count, s.target, s.losses)
         _pull_back(s, count, features, b.rest, b.scores)
         for e in range(s.first.shape[0] - 1):
