@@ -38,8 +38,9 @@ def fiducio_default(name: str, cases: CaseSet) -> Callable[[Tensor], Tensor]:
         chosen = torch.randint(len(y), (PEER_VOXELS // len(cases),), generator=random)
         drawn.append((z[chosen], y[chosen]))
     logits, labels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-    calibrator = getattr(fiducio, name)().fit(logits.T[None], labels[None])
-    return lambda z: calibrator.transform(z).clamp(min=1e-38).log()
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where there is one: a hundred seconds become a few
+    calibrator = getattr(fiducio, name)(device=device).fit(logits.T[None].to(device), labels[None].to(device))
+    return lambda z: calibrator.transform(z.to(device)).cpu().clamp(min=1e-38).log()
 
 
 def methods(calibration: CaseSet, validation: CaseSet, peers: Sequence[str]) -> dict[str, Callable[[], object]]:
