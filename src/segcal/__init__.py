@@ -4,6 +4,7 @@ from segcal import calibrators, fusion, losses, metrics, regions, scores, synthe
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import CheckReport, check
+from segcal.compare import Study, compare
 from segcal.errors import SegcalError
 from segcal.evaluate import evaluate
 from segcal.losses import LOSSES
@@ -28,9 +29,11 @@ __all__ = [
     "FitReport",
     "Results",
     "SegcalError",
+    "Study",
     "VoxelStatistics",
     "calibrators",
     "check",
+    "compare",
     "evaluate",
     "fusion",
     "load",

@@ -12,7 +12,7 @@ from reference import losses as reference
 from segcal import losses
 from segcal.errors import InputError
 from segcal.losses.adaptive import constraint, violation_sums
-from segcal.losses.callbacks import hook_nnunet, lightning_callback, update_multipliers
+from segcal.losses.callbacks import hook_nnunet, update_multipliers
 from segcal.losses.checks import prepare
 
 
@@ -224,12 +224,10 @@ def test_nnunet_hook_sees_validation_at_full_resolution(tmp_path):
     assert torch.equal(fresh.multipliers.values, loss.multipliers.values)
 
 
-def test_lightning_is_asked_for_by_name():
-    try:
-        import lightning  # noqa: F401
-    except ImportError:
-        with pytest.raises(ImportError, match="lightning_callback needs lightning"):
-            lightning_callback(losses.CRaC(3))
-        return
-    callback = lightning_callback(losses.CRaC(3))
-    assert callback.state_dict().keys() == losses.CRaC(3).multipliers.state_dict().keys()
+def test_only_the_first_nnunet_process_writes(tmp_path):
+    loss = losses.CRaC(3)
+    trainer = Trainer(loss)
+    trainer.local_rank = 1
+    hook_nnunet(trainer, loss)
+    trainer.save_checkpoint(tmp_path / "checkpoint_latest.pth")
+    assert not (tmp_path / "checkpoint_latest.pth.crac").exists()

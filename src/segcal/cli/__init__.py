@@ -6,11 +6,13 @@ import sys
 
 import typer
 
+from segcal.cli.compare import compare_command
 from segcal.cli.console import show_error
 from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
+from segcal.cli.train import convert_command, train_command
 from segcal.errors import SegcalError
 
 app = typer.Typer(
@@ -28,9 +30,12 @@ app.command("check")(check_command)
 app.command("evaluate")(evaluate_command)
 app.command("fit")(fit_command)
 app.command("apply")(apply_command)
+app.command("compare")(compare_command)
 app.command("pack")(pack_command)
 app.command("scenes")(scenes_command)
 app.command("demo")(demo_command)
+app.command("train")(train_command)
+app.command("convert")(convert_command)
 
 
 def main() -> None:

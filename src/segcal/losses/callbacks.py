@@ -1,6 +1,6 @@
-"""Update CRaC's multipliers from a training loop: a plain one, Lightning's or nnU-Net's.
+"""Update CRaC's multipliers from a training loop: a plain one, or nnU-Net's, whose trainer is handed over.
 
-Lightning is imported only where it is used, and nnU-Net not at all: its trainer is handed over.
+For Lightning see ``segcal.integrations.lightning``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segcal.errors import MissingExtraError
 from segcal.losses.adaptive import CRaC
 
 
@@ -39,34 +38,6 @@ def update_multipliers(loss: CRaC, model: nn.Module, batches: Iterable[tuple[Ten
     return loss.multipliers.trace[-1]
 
 
-def lightning_callback(loss: CRaC) -> Any:
-    """A Lightning callback for modules whose ``validation_step`` returns a dict with ``logits`` and ``labels``.
-
-    The multipliers are saved with Lightning's checkpoints.
-    """
-    try:
-        from lightning.pytorch import Callback  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise MissingExtraError("lightning", "lightning", "lightning_callback") from None
-
-    class UpdateMultipliers(Callback):  # type: ignore[misc, unused-ignore]
-        def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-            if not trainer.sanity_checking:
-                loss.observe(outputs["logits"], outputs["labels"])
-
-        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if not trainer.sanity_checking:
-                loss.update()
-
-        def state_dict(self) -> dict[str, Any]:
-            return loss.multipliers.state_dict()
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            loss.multipliers.load_state_dict(state_dict)
-
-    return UpdateMultipliers()
-
-
 def hook_nnunet(trainer: Any, loss: CRaC) -> None:
     """Let an nnU-Net v2 trainer, after ``initialize()``, update the multipliers in its validation epochs.
 
@@ -83,12 +54,14 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
         return Path(f"{checkpoint}.crac")
 
     def save(checkpoint: Any) -> None:
+        if getattr(trainer, "local_rank", 0):  # all processes have the same multipliers, and the first one writes
+            return
         unfinished = beside(f"{checkpoint}.part")
         torch.save(loss.multipliers.state_dict(), unfinished)
         unfinished.replace(beside(checkpoint))
 
     def load(checkpoint: Any) -> None:
-        if beside(checkpoint).exists():
+        if isinstance(checkpoint, str | Path) and beside(checkpoint).exists():  # it may be the content itself
             loss.multipliers.load_state_dict(torch.load(beside(checkpoint), weights_only=True))
 
     trainer.loss.register_forward_pre_hook(observe)

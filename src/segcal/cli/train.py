@@ -1,0 +1,73 @@
+"""``segcal train`` and ``segcal convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from segcal.cli.console import out, progress, waiting
+from segcal.training import Trainer, convert, load_config
+
+
+def train_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; at least data and output.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the output.")] = False,
+) -> None:
+    """Train a network with any loss of segcal; write checkpoints, a log, and logits for validation and test.
+
+    On several GPUs: torchrun --nproc-per-node 4 -m segcal train run.toml
+
+    Example: segcal train run.toml && segcal evaluate run/logits-test
+    """
+    trainer = Trainer(load_config(config), resume=resume)
+    with progress("training", trainer.steps_left) as step:
+        report = trainer.fit(step)
+    with progress("writing logits", trainer.cases_to_write) as step:
+        trainer.write_logits(step)
+    if not trainer.processes.first:
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("epochs", f"{report.epochs}, {report.seconds:.1f} s" + (" since resuming" if resume else ""))
+    scans = ", ".join(f"{len(names)} {part}" for part, names in trainer.parts.items())
+    table.add_row("scans", f"{scans}; {len(trainer.samples)} samples an epoch")
+    scores = f"Dice {report.dice:.4f}, NLL {report.nll:.4f}, ECE {report.ece:.4f}"
+    table.add_row("best epoch", f"{report.best_epoch}, validation {scores}")
+    table.add_row("written to", escape(str(report.output)))
+    out.print(table)
+    if trainer.parts["test"]:
+        out.print(f"Next: segcal evaluate {escape(str(report.output))}/logits-test")
+
+
+def convert_command(
+    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="An npz file of encoded images and labels.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
+    patients: Annotated[int | None, typer.Option(min=1, help="Only so many patients, drawn at random.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw, and of the 70/10/20 division.")] = 0,
+    groups: Annotated[str, typer.Option(help="Regular expression of the patient in a volume's name.")] = r"^([^_]+)",
+    class_names: Annotated[str | None, typer.Option(help="Comma-separated; known for acdc and camvid.")] = None,
+    ignore_index: Annotated[int | None, typer.Option(help="The ignored label; 255, for camvid 11.")] = None,
+) -> None:
+    """Unpack an image dataset for training: images/, labels/ and segcal.toml with classes and splits.
+
+    Example: segcal convert acdc.npz acdc/ --patients 12
+    """
+    names = None if class_names is None else [name.strip() for name in class_names.split(",")]
+    with waiting("converting") as step:
+        report = convert(
+            packed,
+            output,
+            patients=patients,
+            seed=seed,
+            groups=groups,
+            class_names=names,
+            ignore_index=ignore_index,
+            progress=step,
+        )
+    parts = ", ".join(f"{count} {part}" for part, count in report.parts.items())
+    out.print(
+        f"{report.scans} scans of {report.groups} patients, {report.classes} classes ({parts}) in {escape(str(output))}"
+    )

@@ -1,0 +1,1 @@
+"""segcal inside other people's training loops. Each module imports its library where it is used."""

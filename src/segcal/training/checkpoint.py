@@ -1,0 +1,72 @@
+"""Everything a run needs to go on as if it had never stopped. Files hold tensors and plain values, no code."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from segcal.errors import DataError
+from segcal.files import atomic_path
+
+_FORMAT, _VERSION = "segcal.training", 1
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint, complete or not at all."""
+    with atomic_path(path) as temporary:
+        torch.save({"format": _FORMAT, "version": _VERSION, **state}, temporary)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint."""
+    if not path.is_file():
+        raise DataError(
+            "there is no checkpoint to resume from",
+            where=str(path),
+            expected="the output folder of a run that finished an epoch",
+            fix="start without --resume",
+        )
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(
+            f"cannot be read ({type(error).__name__})", where=str(path), expected="a checkpoint of segcal train"
+        ) from None
+    if not isinstance(state, dict) or (state.get("format"), state.get("version")) != (_FORMAT, _VERSION):
+        raise DataError("is no checkpoint of this version", where=str(path), expected=f"{_FORMAT}, version {_VERSION}")
+    return state
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators."""
+    name, keys, *rest = np.random.get_state()
+    assert isinstance(keys, np.ndarray)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """The inverse of ``random_states``."""
+    version, values, following = states["python"]
+    random.setstate((version, tuple(values), following))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Start all generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

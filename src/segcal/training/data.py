@@ -1,0 +1,317 @@
+"""Images with labels on disk, checked before training starts, and divided into training, validation and test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
+from segcal.cases.disk import Oriented
+from segcal.cases.formats import open_array
+from segcal.cases.layout import CaseFiles, Found, attach, list_cases
+from segcal.errors import ConfigError, DataError, InputError, SegcalError
+from segcal.training.config import PARTS, TrainingConfig
+
+Array = NDArray[Any]
+_OWN_AXES = (".nii", ".nii.gz", ".png")
+SHARES = (0.7, 0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One image or volume with its labels, read when asked for.
+
+    Files that can be read in parts (npy, zarr, h5, nii) are read slice by slice; others stay in memory once decoded.
+
+    Attributes:
+        images: Files of ``(channels, *spatial)`` or ``(*spatial)``; their channels are joined.
+        mean: Per channel, over the scan; ``std`` likewise. Images are normalised by them.
+    """
+
+    id: str
+    images: tuple[Oriented, ...]
+    label: Oriented
+    mask: Oriented | None
+    ignore_index: int
+    spacing: tuple[float, ...] | None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """Size of the image."""
+        return self.label.shape
+
+    @property
+    def channels(self) -> int:
+        """Channels of all image files together."""
+        return sum(image.shape[0] if image.leading else 1 for image in self.images)
+
+    def image(self, rows: slice) -> Tensor:
+        """Some rows of the image ``(channels, rows, ...)`` float32, in the values of its files."""
+        parts = [image.read(rows) for image in self.images]
+        parts = [part if image.leading else part[None] for image, part in zip(self.images, parts, strict=True)]
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32))
+
+    def normalised(self, rows: slice) -> Tensor:
+        """Some rows of the image with mean 0 and standard deviation 1 over the whole scan, channel by channel."""
+        shape = (-1, *(1,) * len(self.spatial))
+        return (self.image(rows) - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
+
+    def labels(self, rows: slice) -> Tensor:
+        """Some rows of the labels ``(rows, ...)`` int64; what the mask leaves out is ignored."""
+        labels = self.label.read(rows).astype(np.int64)
+        if self.mask is not None:
+            labels[self.mask.read(rows) == 0] = self.ignore_index
+        return torch.from_numpy(labels)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Scans of one kind: as many classes, channels and axes each."""
+
+    scans: Mapping[str, Scan]
+    classes: int
+    ignore_index: int
+    class_names: tuple[str, ...] | None
+    groups: str | None
+    splits: Mapping[str, tuple[str, ...]]
+
+    @property
+    def channels(self) -> int:
+        """Channels of every image."""
+        return next(iter(self.scans.values())).channels
+
+    def parts(self, shares: Mapping[str, float] | None, seed: int) -> dict[str, tuple[str, ...]]:
+        """Names of the scans for ``train``, ``validation``, ``test``.
+
+        Shares draw them at random, groups (patients) kept together. Without shares the dataset's lists count:
+        ``validation`` and ``test`` as listed, training on all scans that no list names; where there are no lists,
+        70/10/20 percent.
+        """
+        if shares is None and self.splits:
+            held = {name for names in self.splits.values() for name in names}
+            if missing := sorted(held - set(self.scans)):
+                raise DataError(
+                    f"the splits name '{missing[0]}', which is not there", expected="names of labels/ files"
+                )
+            chosen = {part: tuple(self.splits.get(part, ())) for part in PARTS[1:]}
+            found = {"train": tuple(name for name in self.scans if name not in held), **chosen}
+        else:
+            sizes = SHARES if shares is None else tuple(shares.get(part, 0.0) for part in PARTS)
+            found = dict(zip(PARTS, split_names(list(self.scans), sizes, seed, self.groups), strict=True))
+        if not found["train"]:
+            raise DataError(
+                f"no scan is left to train on; {len(found['validation'])} validate and {len(found['test'])} test",
+                where="split",
+                expected="at least one scan for training",
+                fix="give training a larger share, or name fewer scans under [splits] of segcal.toml",
+            )
+        return found
+
+
+def split_names(
+    names: Sequence[str], sizes: Sequence[float], seed: int, groups: str | None
+) -> tuple[tuple[str, ...], ...]:
+    """Disjoint random parts of names, those of one group (a regular expression finds it) together.
+
+    ``sizes`` are shares of the groups; a part that is asked for gets at least one.
+
+    Examples:
+        >>> names = [f"p{patient}_{frame}" for patient in range(10) for frame in "ab"]
+        >>> [len(part) for part in split_names(names, (0.7, 0.1, 0.2), 0, "p.")]
+        [14, 2, 4]
+    """
+    members = by_group(names, groups)
+    found = sorted(members)
+    counts = np.diff(np.floor(np.cumsum(sizes) * len(found) + 0.5).astype(int), prepend=0)
+    for part, size in enumerate(sizes):
+        if size > 0 and not counts[part]:
+            counts[counts.argmax()] -= 1
+            counts[part] += 1
+    if any(size > 0 and count < 1 for size, count in zip(sizes, counts, strict=True)):
+        raise DataError(
+            f"{len(names)} scans of {len(found)} patients (groups)",
+            where="split",
+            expected="at least one patient for each of training, validation and test",
+        )
+    np.random.default_rng(seed).shuffle(found)
+    edges = [0, *np.cumsum(counts).tolist()]
+    parts = [{name for group in found[a:b] for name in members[group]} for a, b in pairwise(edges)]
+    return tuple(tuple(name for name in names if name in part) for part in parts)
+
+
+def by_group(names: Sequence[str], groups: str | None) -> dict[str, list[str]]:
+    """Names by what the expression finds in them: its first group, or the whole match; each alone without one."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        match = re.search(groups, name) if groups else None
+        if groups and match is None:
+            raise InputError(
+                f"the pattern {groups!r} does not match '{name}'", where="groups", expected="the patient in every name"
+            )
+        key = name if match is None else match.group(1) if match.re.groups else match.group()
+        found.setdefault(key, []).append(name)
+    return found
+
+
+def open_dataset(config: TrainingConfig) -> Dataset:
+    """Find, open and check all scans of the folders of a configuration."""
+    found = [_open_folder(Path(folder), config) for folder in config.data]
+    first, *others = found
+    scans = dict(first.scans)
+    splits = dict(first.splits)
+    for folder, other in zip(config.data[1:], others, strict=True):
+        if (other.classes, other.ignore_index) != (first.classes, first.ignore_index):
+            raise DataError(
+                f"{other.classes} classes, ignore_index {other.ignore_index}",
+                where=folder,
+                expected=f"{first.classes} and {first.ignore_index} as in {config.data[0]}",
+            )
+        if twice := sorted(set(scans) & set(other.scans)):
+            raise DataError("is in two folders", case=twice[0], where=folder, expected="a name of its own")
+        scans |= other.scans
+        splits = {part: (*splits.get(part, ()), *other.splits.get(part, ())) for part in {*splits, *other.splits}}
+    dataset = replace(first, scans=scans, splits=splits)
+    example = next(iter(scans.values()))
+    for scan in scans.values():
+        if (scan.channels, len(scan.spatial)) != (example.channels, len(example.spatial)):
+            raise DataError(
+                f"{scan.channels} channels and {len(scan.spatial)} axes",
+                case=scan.id,
+                expected=f"{example.channels} and {len(example.spatial)} as case '{example.id}' has",
+            )
+    if len(example.spatial) < config.dims or len(example.spatial) > 3:
+        raise DataError(
+            f"images have {len(example.spatial)} axes",
+            case=example.id,
+            expected="volumes (z, y, x), as dims = 3" if config.dims == 3 else "images (y, x) or volumes (z, y, x)",
+        )
+    return dataset
+
+
+def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
+    if not root.is_dir():
+        raise DataError("is not a folder", where=str(root), expected="a dataset folder with images/ and labels/")
+    file = root / CONFIG_NAME
+    declared = (load_config(file) if file.is_file() else DatasetConfig()).with_defaults()
+    if declared.multilabel:
+        raise ConfigError("multilabel data", where=str(file), expected="one label map, of classes that exclude another")
+    classes = config.classes or declared.classes
+    if classes is None:
+        raise ConfigError(
+            "the number of classes is not known",
+            where=str(root),
+            expected="classes = ... in the training file or in segcal.toml",
+        )
+    if declared.classes not in (None, classes):
+        raise ConfigError(f"classes = {classes}", expected=f"{declared.classes} as {file} says")
+    if declared.class_names is not None and len(declared.class_names) != classes:
+        raise ConfigError(f"{len(declared.class_names)} class_names", where=str(file), expected=f"{classes}")
+    assert declared.ignore_index is not None
+    scans = {files.id: _open_scan(files, declared, classes) for files in _find(root, declared)}
+    return Dataset(scans, classes, declared.ignore_index, declared.class_names, declared.groups, declared.splits)
+
+
+def _find(root: Path, declared: DatasetConfig) -> Iterator[CaseFiles]:
+    """The files of every scan; one that lacks its image or its label is an error."""
+    problems: list[SegcalError] = []
+    folders = [root / (declared.images or "images"), root / (declared.labels or "labels")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise DataError("is not a folder", where=str(folder), expected="images/ and labels/ of a dataset")
+    images, labels = (list_cases(folder, problems) for folder in folders)
+    found = attach(Found(declared, tuple(CaseFiles(name, ()) for name in labels), problems=problems), root)
+    if problems:
+        raise problems[0]
+    if not found.cases:
+        raise DataError("no labels", where=str(folders[1]), expected="at least one file for each of images and labels")
+    used = {path for case in found.cases for path in case.images}
+    for case in found.cases:
+        if not case.images:
+            raise DataError("no image", case=case.id, expected=f"a file {folders[0]}/{case.id}.*")
+    for name, path in images.items():
+        if path not in used:
+            raise DataError("no label", case=name, expected=f"a file {folders[1]}/{name}.*")
+    yield from found.cases
+
+
+def _open_scan(files: CaseFiles, declared: DatasetConfig, classes: int) -> Scan:
+    assert files.label is not None
+    assert declared.ignore_index is not None
+    try:
+        label = _orient(files.label, declared, 0)
+        spatial = label.shape
+        images = []
+        for path in files.images:
+            extra = len(open_array(path).shape) - len(spatial)
+            image = _orient(path, declared, int(extra == 1))
+            images.append(_same_size(image, spatial, path))
+        mask = None if files.mask is None else _same_size(_orient(files.mask, declared, 0), spatial, files.mask)
+        spacing = declared.spacing.get(files.id) if isinstance(declared.spacing, Mapping) else declared.spacing
+        geometry = label.file.geometry or images[0].file.geometry
+        if spacing is None and geometry is not None:
+            spacing = geometry.zooms[: len(spatial)][::-1]
+        scan = Scan(files.id, tuple(images), label, mask, declared.ignore_index, spacing)
+        return _check(scan, classes)
+    except SegcalError as error:
+        raise error.at(case=files.id) from None
+
+
+def _orient(path: Path, declared: DatasetConfig, leading: int) -> Oriented:
+    reverse = declared.axes == "xyz" and not path.name.endswith(_OWN_AXES)
+    return Oriented(open_array(path, usual=("image", "labels", "label", "mask")), leading, reverse)
+
+
+def _same_size(array: Oriented, spatial: tuple[int, ...], path: Path) -> Oriented:
+    if array.shape[array.leading :] != spatial:
+        raise DataError(
+            f"has size {array.shape[array.leading :]}", where=str(path), expected=f"{spatial} as the labels have"
+        )
+    return array
+
+
+def _check(scan: Scan, classes: int) -> Scan:
+    """Read all of a scan once: its values must be finite, its labels in range. Returns it with mean and deviation."""
+    everything = slice(0, scan.spatial[0])
+    labels = scan.label.read(everything)
+    bad = (labels != scan.ignore_index) & ((labels < 0) | (labels >= classes) | (labels != np.round(labels)))
+    if bad.any():
+        value = labels[bad].flat[0]
+        raise DataError(
+            f"label {value} at {int(bad.sum())} voxels, first at {tuple(np.argwhere(bad)[0].tolist())}",
+            where=str(scan.label.file.path),
+            expected=f"0..{classes - 1}, or {scan.ignore_index} to ignore",
+            fix=f"if {value} means 'ignore', set ignore_index = {value} in segcal.toml; otherwise map the labels",
+        )
+    image = scan.image(everything).double().flatten(1)
+    if not bool(image.isfinite().all()):
+        raise DataError(
+            f"{int((~image.isfinite()).sum())} values are NaN or infinite",
+            where=str(scan.images[0].file.path),
+            expected="finite images",
+        )
+    deviation, mean = torch.std_mean(image, 1, correction=0)
+    # A constant channel holds nothing, and stays 0.
+    deviation = torch.where(deviation > 0, deviation, 1.0)
+    return replace(scan, mean=tuple(mean.tolist()), std=tuple(deviation.tolist()))
+
+
+def check_validation(names: Sequence[str], learner: str) -> None:
+    """Raise if there is nothing to validate on, which ``learner`` needs."""
+    if not names:
+        raise InputError(
+            f"{learner} needs a validation set, and it is empty",
+            where="split",
+            expected="validation scans: the multipliers are learned on them",
+            fix="give validation a share of the split",
+        )

@@ -1,0 +1,193 @@
+"""U-Nets for images and volumes of any size: the plain one of the papers, and one of residual blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segcal.errors import DataError, InputError
+from segcal.files import atomic_path
+
+Network = Literal["unet", "residual-unet"]
+Norm = Literal["batch", "instance", "none"]
+_KEY = "segcal.training.UNet"
+
+
+class UNet(nn.Module):
+    """U-Net: ``depth`` levels of two 3x3(x3) convolutions, ``width`` channels that double from level to level.
+
+    Down by max pooling, up by transposed convolutions, skip connections joined (Ronneberger et al. 2015, whose network
+    is width 64 and depth 5; Çiçek et al. 2016 in 3D). Convolutions pad, so the output has the size of the input.
+    ``network="residual-unet"`` adds each level's input, brought to its width, to what its convolutions make of it (He
+    et al. 2016). Input ``(B, channels, *S)`` of any size, continued by its border to a multiple of ``2^(depth - 1)``
+    and cropped again; output logits ``(B, classes, *S)``.
+
+    Args:
+        channels: Channels of the image.
+        classes: C.
+        network: ``unet`` or ``residual-unet``.
+        width: Channels of the first level.
+        depth: Number of levels.
+        norm: Between convolution and ReLU: ``batch``, ``instance`` or ``none``.
+        dims: 2 for images, 3 for volumes.
+
+    Examples:
+        >>> UNet(1, 4, width=4, depth=3)(torch.zeros(2, 1, 33, 50)).shape
+        torch.Size([2, 4, 33, 50])
+        >>> UNet(2, 3, width=4, depth=3, dims=3)(torch.zeros(1, 2, 5, 9, 12)).shape
+        torch.Size([1, 3, 5, 9, 12])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        classes: int,
+        *,
+        network: Network = "unet",
+        width: int = 64,
+        depth: int = 5,
+        norm: Norm = "batch",
+        dims: int = 2,
+    ) -> None:
+        super().__init__()
+        _check(channels, classes, network, width, depth, norm, dims)
+        self.options = {
+            "channels": channels,
+            "classes": classes,
+            "network": network,
+            "width": width,
+            "depth": depth,
+            "norm": norm,
+            "dims": dims,
+        }
+        self.dims, self.channels = dims, channels
+        self.multiple: int = 2 ** (depth - 1)
+        widths = [width * 2**level for level in range(depth)]
+        block = _Residual if network == "residual-unet" else _Plain
+        self.down = nn.ModuleList(
+            block(before, after, norm, dims) for before, after in zip((channels, *widths), widths, strict=False)
+        )
+        self.pool: nn.Module = (nn.MaxPool2d, nn.MaxPool3d)[dims - 2](2)
+        transposed = (nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 2]
+        self.rise = nn.ModuleList(transposed(2 * width, width, 2, stride=2) for width in widths[-2::-1])
+        self.up = nn.ModuleList(block(2 * width, width, norm, dims) for width in widths[-2::-1])
+        self.head = _convolution(dims)(width, classes, 1)
+        if dims == 2:  # on a CPU convolutions are half as fast again
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``(B, classes, *S)``."""
+        if images.ndim != 2 + self.dims or images.shape[1] != self.channels:
+            raise InputError(
+                f"images have shape {tuple(images.shape)}",
+                expected=f"(B, {self.channels}, {', '.join('DHW'[3 - self.dims :])})",
+            )
+        space = images.shape[2:]
+        x = _enlarge(images, [_padded(size, self.multiple) - size for size in space])
+        if self.dims == 2:
+            x = x.contiguous(memory_format=torch.channels_last)
+        skips = []
+        for level, block in enumerate(self.down):
+            x = block(x if level == 0 else self.pool(x))
+            skips.append(x)
+        skips.pop()
+        for rise, block in zip(self.rise, self.up, strict=True):
+            x = block(torch.cat((skips.pop(), rise(x)), 1))
+        logits: Tensor = self.head(x)
+        inside = (slice(None), slice(None), *(slice(size) for size in space))
+        return logits[inside].contiguous()
+
+    def save(self, path: Path) -> None:
+        """Write the weights, and what the network is, to a safetensors file."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        with atomic_path(path) as temporary:
+            save_file(tensors, temporary, metadata={_KEY: json.dumps(self.options)})
+
+
+def load_network(path: str | Path) -> UNet:
+    """The network of a file that training wrote, in evaluation mode.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "best.safetensors"
+        >>> UNet(1, 3, width=4, depth=2).save(file)
+        >>> load_network(file)(torch.zeros(1, 1, 8, 8)).shape
+        torch.Size([1, 3, 8, 8])
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            options = (file.metadata() or {}).get(_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot be read ({error})", where=str(path), expected="a network of segcal train") from None
+    if options is None:
+        raise DataError("holds no segcal network", where=str(path), expected="best.safetensors of segcal train")
+    network = UNet(**json.loads(options))
+    network.load_state_dict(tensors)
+    return network.eval()
+
+
+class _Plain(nn.Sequential):
+    """Two convolutions, each normalised and rectified."""
+
+    def __init__(self, before: int, after: int, norm: Norm, dims: int) -> None:
+        super().__init__(*_layer(before, after, norm, dims), nn.ReLU(), *_layer(after, after, norm, dims), nn.ReLU())
+
+
+class _Residual(nn.Module):
+    """Two convolutions beside a shortcut; rectified after the sum."""
+
+    def __init__(self, before: int, after: int, norm: Norm, dims: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*_layer(before, after, norm, dims), nn.ReLU(), *_layer(after, after, norm, dims))
+        self.shortcut = _convolution(dims)(before, after, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = F.relu(self.body(x) + self.shortcut(x))
+        return total
+
+
+def _layer(before: int, after: int, norm: Norm, dims: int) -> list[nn.Module]:
+    # A normalisation has its own offset: a bias before it would do nothing.
+    convolution = _convolution(dims)(before, after, 3, padding=1, bias=norm == "none")
+    if norm == "none":
+        return [convolution]
+    if norm == "batch":
+        return [convolution, (nn.BatchNorm2d, nn.BatchNorm3d)[dims - 2](after)]
+    return [convolution, (nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 2](after, affine=True)]
+
+
+def _convolution(dims: int) -> Callable[..., nn.Module]:
+    return (nn.Conv2d, nn.Conv3d)[dims - 2]
+
+
+def _padded(size: int, multiple: int) -> int:
+    """The next multiple; at least two, because a normalisation has nothing to work on at a single voxel."""
+    return max(2, -(-size // multiple)) * multiple if multiple > 1 else size
+
+
+def _enlarge(images: Tensor, by: list[int]) -> Tensor:
+    if not any(by):
+        return images
+    return F.pad(images, [amount for size in reversed(by) for amount in (0, size)], mode="replicate")
+
+
+def _check(channels: int, classes: int, network: Any, width: int, depth: int, norm: Any, dims: int) -> None:
+    for name, value, lowest in (("channels", channels, 1), ("classes", classes, 2), ("width", width, 1)):
+        if value < lowest:
+            raise InputError(f"{name} is {value}", expected=f"at least {lowest}")
+    if not 1 <= depth <= 8:
+        raise InputError(f"depth is {depth}", expected="1 to 8 levels")
+    for name, value, choices in (("network", network, get_args(Network)), ("norm", norm, get_args(Norm))):
+        if value not in choices:
+            raise InputError(f"{name} is {value!r}", expected=f"one of {', '.join(choices)}")
+    if dims not in (2, 3):
+        raise InputError(f"dims is {dims}", expected="2 (images, slices) or 3 (volumes)")

@@ -1,0 +1,64 @@
+"""The loss of a training run, made from its specification."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from segcal.errors import ConfigError
+from segcal.losses import BWCR, LOSSES, CombinedLoss, CRaC
+from segcal.training.config import LossSpec, nearest
+
+# What the dataset and the trainer say.
+_GIVEN = ("ignore_index", "num_classes", "reduction")
+
+
+def build_loss(specs: tuple[LossSpec, ...], classes: int, ignore_index: int) -> nn.Module:
+    """The loss, or the weighted sum of several. Options are the keywords of the loss; ``base = "none"`` has no base.
+
+    ``base`` may also be the id of another loss, which is then made with its defaults.
+
+    Examples:
+        >>> build_loss((LossSpec("nacl", options={"weight": 0.2, "base": "dice"}),), 4, 255).base
+        Dice(smooth=1.0, ignore_index=255, reduction='mean')
+    """
+    parts = [(spec.factor, _build(spec, classes, ignore_index)) for spec in specs]
+    return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else CombinedLoss(parts)
+
+
+def controllers(loss: nn.Module) -> list[CRaC]:
+    """The losses within that learn their multipliers on the validation set."""
+    return [module for module in loss.modules() if isinstance(module, CRaC)]
+
+
+def views(loss: nn.Module) -> int:
+    """How many views of an image the loss compares."""
+    return 2 if any(isinstance(module, BWCR) for module in loss.modules()) else 1
+
+
+def _build(spec: LossSpec, classes: int, ignore_index: int) -> nn.Module:
+    cls = LOSSES[spec.id]
+    known = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", *_GIVEN)]
+    options: dict[str, Any] = dict(spec.options)
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"unknown option '{name}' of loss '{spec.id}'",
+                expected=f"one of {', '.join(known)}",
+                fix=nearest(name, known),
+            )
+    base = options.get("base", "ce")
+    if base == "none":
+        options["base"] = None
+    elif base != "ce":
+        if base not in LOSSES:
+            raise ConfigError(f"base = {base!r}", expected=f"'none' or one of {', '.join(LOSSES)}")
+        options["base"] = _build(LossSpec(base), classes, ignore_index)
+    if cls is CRaC:
+        options["num_classes"] = classes
+    try:
+        return cls(ignore_index=ignore_index, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss '{spec.id}' with {dict(spec.options)}: {error}") from None

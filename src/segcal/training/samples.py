@@ -1,0 +1,177 @@
+"""From scans to batches: slices, crops, augmentation. All that is random follows from seed, epoch and sample alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import data
+
+from segcal.training.config import Augmentation
+from segcal.training.data import Scan
+
+MOST_DEGREES = 15.0
+
+
+class Sample(NamedTuple):
+    """``views (V, channels, *S)`` of one image, and its labels ``(*S)``."""
+
+    views: Tensor
+    labels: Tensor
+
+
+class Batch(NamedTuple):
+    """``images (V B, channels, *S)``, all first views before all second ones, and labels ``(V B, *S)``."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass
+class Samples(data.Dataset[Sample]):
+    """The training samples of an epoch: images, slices of volumes (``dims`` 2), or volumes (``dims`` 3).
+
+    Args:
+        scans: Where they come from.
+        dims: Spatial axes of a sample.
+        seed: Of everything random.
+        augment: ``flip`` mirrors each axis (of volumes: each in-plane axis) of half the samples; ``rotate`` turns half
+            of them in the plane, by up to 15 degrees.
+        crop: Size of a sample: cut at random, or padded with ignored voxels.
+        views: How many views with different contrast, brightness and noise; 1 leaves the values as they are.
+    """
+
+    scans: Sequence[Scan]
+    dims: int
+    seed: int
+    ignore_index: int
+    augment: Sequence[Augmentation] = ()
+    crop: Sequence[int] | None = None
+    views: int = 1
+
+    def __post_init__(self) -> None:
+        self.epoch = 0
+        self.index = [(number, row) for number, scan in enumerate(self.scans) for row in _rows(scan, self.dims)]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> Sample:
+        number, rows = self.index[index]
+        scan = self.scans[number]
+        image, labels = scan.normalised(rows), scan.labels(rows)
+        if len(scan.spatial) > self.dims:
+            image, labels = image[:, 0], labels[0]
+        rng = np.random.default_rng((self.seed, self.epoch, index))
+        if self.crop is not None:
+            image, labels = _crop(image, labels, self.crop, self.ignore_index, rng)
+        if "flip" in self.augment:
+            axes = [axis for axis in (-1, -2) if rng.random() < 0.5]
+            image, labels = image.flip(axes), labels.flip(axes)
+        if "rotate" in self.augment and rng.random() < 0.5:
+            image, labels = rotate(image, labels, rng.uniform(-MOST_DEGREES, MOST_DEGREES), self.ignore_index)
+        views = [image] if self.views == 1 else [_look(image, rng) for _ in range(self.views)]
+        return Sample(torch.stack(views), labels)
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Join samples; smaller ones are padded with ignored voxels."""
+        size = [max(sizes) for sizes in zip(*(sample.labels.shape for sample in samples), strict=True)]
+        images = torch.stack([_pad(sample.views, size, 0.0) for sample in samples], 1).flatten(0, 1)
+        labels = torch.stack([_pad(sample.labels, size, self.ignore_index) for sample in samples])
+        return Batch(images, labels.repeat(self.views, *(1,) * self.dims))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which samples make up each step of an epoch, for one of ``world`` processes.
+
+    The order follows from seed and epoch. A process takes every ``world``-th sample of a step; where a step has fewer
+    samples than processes, one without takes the first, whose loss then counts nothing.
+    """
+
+    samples: int
+    batch: int
+    seed: int
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return math.ceil(self.samples / self.batch)
+
+    def of(self, epoch: int) -> Iterator[tuple[list[int], float]]:
+        """Samples of every step, and what this process's mean loss is multiplied by.
+
+        Processes average their gradients, so that ``world`` times the process's part of the step makes the average
+        that over the samples.
+
+        Examples:
+            >>> [len(step) for step, _ in Schedule(10, 4, seed=0).of(1)]
+            [4, 4, 2]
+            >>> list(Schedule(3, 3, seed=0, rank=1, world=2).of(1))
+            [([0], 0.6666666666666666)]
+        """
+        order = np.random.default_rng((self.seed, epoch)).permutation(self.samples).tolist()
+        for start in range(0, self.samples, self.batch):
+            step = order[start : start + self.batch]
+            mine = step[self.rank :: self.world]
+            yield mine or step[:1], len(mine) * self.world / len(step)
+
+
+def rotate(image: Tensor, labels: Tensor, degrees: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Turn an image ``(channels, *S)`` and its labels ``(*S)`` in the last two axes, about the centre.
+
+    Images are interpolated linearly, labels keep the nearest; what comes from outside is 0 and ignored.
+
+    Examples:
+        >>> image, labels = rotate(torch.arange(4.0).view(1, 2, 2), torch.tensor([[0, 1], [2, 3]]), 90, 255)
+        >>> image, labels
+        (tensor([[[1., 3.], [0., 2.]]]), tensor([[1, 3], [0, 2]]))
+    """
+    height, width = labels.shape[-2:]
+    cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    # Coordinates run from -1 to 1 on both axes, so that turning them needs the ratio of the sides.
+    turn = torch.tensor([[[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]])
+    grid = F.affine_grid(turn, [1, 1, height, width], align_corners=False)
+    flat = image.reshape(1, -1, height, width)
+    turned = F.grid_sample(flat, grid, mode="bilinear", align_corners=False).view(image.shape)
+    # Zeros come from outside: so ignored must be zero while turning.
+    shifted = (labels - ignore_index).float().reshape(1, -1, height, width)
+    moved = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)
+    return turned, moved.long().view(labels.shape) + ignore_index
+
+
+def _rows(scan: Scan, dims: int) -> Iterator[slice]:
+    if len(scan.spatial) == dims:
+        yield slice(0, scan.spatial[0])
+    else:
+        yield from (slice(row, row + 1) for row in range(scan.spatial[0]))
+
+
+def _crop(
+    image: Tensor, labels: Tensor, size: Sequence[int], ignore_index: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    start = [int(rng.integers(max(0, have - want) + 1)) for have, want in zip(labels.shape, size, strict=True)]
+    part = tuple(slice(first, first + want) for first, want in zip(start, size, strict=True))
+    channels_too = (slice(None), *part)
+    return _pad(image[channels_too], size, 0.0), _pad(labels[part], size, ignore_index)
+
+
+def _pad(tensor: Tensor, size: Sequence[int], value: float) -> Tensor:
+    """Pad the last axes at their end."""
+    missing = [want - have for want, have in zip(size, tensor.shape[-len(size) :], strict=True)]
+    return F.pad(tensor, [amount for lack in reversed(missing) for amount in (0, lack)], value=value)
+
+
+def _look(image: Tensor, rng: np.random.Generator) -> Tensor:
+    """Another contrast, brightness and noise; the image is normalised, so that they are in its standard deviations."""
+    contrast, brightness = rng.uniform(0.8, 1.2), rng.uniform(-0.2, 0.2)
+    noise = torch.from_numpy(rng.normal(0, 0.1, image.shape).astype(np.float32))
+    return image * contrast + brightness + noise
