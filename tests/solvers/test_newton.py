@@ -338,3 +338,20 @@ def test_bad_problems(problem, match):
 def test_bad_arguments(arguments, match):
     with pytest.raises(InputError, match=match):
         projected_newton(least_squares(np.eye(2), np.zeros(2)), *arguments)
+
+
+def test_a_refused_block_may_shorten_its_step_while_others_wait():
+    """One step each: the first takes its own at once, the second's is too long and has to be cut several times."""
+
+    def easy(x):
+        return 0.5 * float(x @ x), x.copy(), np.eye(1)
+
+    def steep(x):  # curvature falls away from the minimum, so that a whole Newton step from 3 goes far beyond it
+        u = float(x[0])
+        return math.log(math.cosh(u)), np.array([math.tanh(u)]), np.array([[1 - math.tanh(u) ** 2]])
+
+    indices = [np.array([0]), np.array([1])]
+    solution = projected_newton(blockwise([easy, steep], indices), [1.0, 3.0], max_iterations=1)
+    assert solution.value[0] == 0
+    assert abs(solution.value[1]) < 3
+    assert solution.evaluations > 2

@@ -60,7 +60,7 @@ def projected_newton(
         lower: Lower bounds: None, a number, or one per component.
         upper: Upper bounds, likewise.
         tolerance: Converged when the certificate of ``segcal.solvers.Solution`` is at most this.
-        max_iterations: Steps to take at most.
+        max_iterations: Steps to take at most, by every block.
 
     Examples:
         >>> centre = np.array([1.0, -2.0])
@@ -82,12 +82,12 @@ def projected_newton(
         raise refuse_start(np.sum(value))
     parts = [_Part(x[index].copy(), box[index], point, tolerance) for index, point in zip(indices, points, strict=True)]
     history, evaluations = [sum(part.here.value for part in parts)], 1
-    while len(history) <= max_iterations and any(part.status == "moving" for part in parts):
+    while any(part.moving(max_iterations) for part in parts):
         for index, part in zip(indices, parts, strict=True):
-            x[index] = part.trial
+            x[index] = part.trial if part.moving(max_iterations) else part.x
         points = _split(*problem(x.copy()), indices)
         evaluations += 1
-        taken = [part.judge(point) for part, point in zip(parts, points, strict=True)]
+        taken = [part.judge(point) for part, point in zip(parts, points, strict=True) if part.moving(max_iterations)]
         if any(taken):
             history.append(sum(part.here.value for part in parts))
     gradient = np.empty_like(x)
@@ -126,7 +126,7 @@ class _Part:
 
     def __init__(self, x: FloatArray, box: Box, here: _Point, tolerance: float) -> None:
         self.x, self.box, self.here, self.tolerance = x, box, here, tolerance
-        self.reach, self.left = np.inf, 0.0
+        self.reach, self.left, self.steps = np.inf, 0.0, 0
         self.noise, self.refusals, self.stalls = _MIN_NOISE * abs(here.value), 0, 0
         self._aim()
 
@@ -150,17 +150,17 @@ class _Part:
         longest, size = (float(np.abs(vector).max(initial=0.0)) for vector in (self.step, self.x))
         return self.left > _FLAT_SLOPE and longest > _FLAT_STEP * (1 + size) and -self.slope > self.noise
 
+    def moving(self, most: int) -> bool:
+        """Whether it may and can go on."""
+        return self.status == "moving" and self.steps < most
+
     @property
     def trial(self) -> FloatArray:
-        """The next point to evaluate; where the part is, once it no longer moves."""
-        if self.status != "moving":
-            return self.x
+        """The next point to evaluate."""
         return self.target if self.scale == 1 else self.box.project(self.x + self.scale * self.step)
 
     def judge(self, there: _Point) -> bool:
         """Take the trial point or shorten the step, and aim anew. True where it was taken."""
-        if self.status != "moving":
-            return False
         if not there.finite:
             self._shorten(_MIN_CUT)
             return False
@@ -176,7 +176,7 @@ class _Part:
         self.reach = np.inf
         if self.scale < 1 or slope > -0.5 * self.slope:
             self.reach = self.scale * self.length * (2.0 if slope < -0.1 * self.slope else 1.0)
-        before = self.certificate
+        before, self.steps = self.certificate, self.steps + 1
         self.x, self.here, self.left, self.refusals = self.trial, there, slope / self.slope, 0
         self._aim()
         self.stalls = self.stalls + 1 if level and self.certificate > 0.5 * before else 0
