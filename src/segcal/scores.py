@@ -143,8 +143,7 @@ def keep_argmax(scores: Tensor, winner: Tensor) -> Tensor:
     winner = winner.unsqueeze(1)
     best = scores.gather(1, winner)
     below = torch.nextafter(best, torch.full_like(best, -torch.inf))
-    others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, winner, False)
-    return torch.where((scores >= best) & others, below, scores)
+    return torch.minimum(scores, below).scatter(1, winner, best)
 
 
 def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,11 +9,13 @@ channels is a two-class problem of its own (N = K, C = 2). Volumes are ``(depth,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from segcal.errors import InputError
 
 Kind = Literal["logits", "probs"]
 
@@ -41,6 +43,17 @@ class CaseSource(Protocol):
     def posterior(self, rows: slice) -> Tensor | None: ...  # noqa: D102
 
 
+@runtime_checkable
+class EnsembleSource(CaseSource, Protocol):
+    """A source that still knows the members its logits are pooled from; those of single models need not be one."""
+
+    num_members: int | None  # None where there is but a single model
+    pooling: Kind  # the space of ``logits``
+
+    def member(self, index: int, rows: slice) -> Tensor: ...  # noqa: D102
+    def pooled(self, members: Sequence[int], space: Kind) -> CaseSource: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``."""
@@ -64,7 +77,7 @@ class FitReport:
 
     Attributes:
         nll_before: Mean negative log-likelihood of the fit data before, in nats per voxel.
-        nll_after: The same after the fit; never above ``nll_before``.
+        nll_after: The same after the fit; never above ``nll_before``, but for ``ensemble``, which only pools.
         converged: Whether the optimum was reached.
         certificate: Norm of the (projected) gradient of the mean loss at the solution: 0 at an exact optimum.
         iterations: Steps of the solver.
@@ -161,6 +174,42 @@ class Case:
         valid = self.labels != self.ignore_index
         return valid if self.mask is None else valid & self.mask
 
+    # -- ensembles -----------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> int | None:
+        """How many ensemble members ``logits`` are pooled from; None for a single model."""
+        return self.source.num_members if isinstance(self.source, EnsembleSource) else None
+
+    @property
+    def pooling(self) -> Kind | None:
+        """The space in which the members are pooled; None for a single model."""
+        return self.source.pooling if isinstance(self.source, EnsembleSource) and self.members else None
+
+    def member_logits(self, index: int, rows: slice | None = None) -> Tensor:
+        """Canonical logits ``(N, C, *spatial)`` of one member, of all rows or some; they are not kept."""
+        source, (index,) = self._ensemble([index])
+        return source.member(index, rows or slice(0, self.source.spatial[0]))
+
+    def pooled(self, space: Kind | None = None, members: Sequence[int] | None = None) -> Case:
+        """The same case with its logits pooled in another space, or from some of the members.
+
+        Examples:
+            >>> from segcal.synthetic import scenes
+            >>> case = scenes(1, size=(32, 40), members=3)[0]
+            >>> case.pooling, case.pooled("probs").pooling, case.pooled(members=[0, 2]).members
+            ('logits', 'probs', 2)
+        """
+        source, chosen = self._ensemble(members)
+        return Case(source.pooled(chosen, check_pooling(space or source.pooling)))
+
+    def _ensemble(self, members: Sequence[int] | None) -> tuple[EnsembleSource, tuple[int, ...]]:
+        if not isinstance(self.source, EnsembleSource) or self.source.num_members is None:
+            raise no_members().at(case=self.id)
+        return self.source, check_members(members, self.source.num_members)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
     def load(self) -> Case:
         """Read logits, labels and mask now. Returns the case."""
         _ = self.logits, self.labels, self.mask
@@ -198,3 +247,32 @@ def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[s
     step = max(1, values // max(1, batch * classes * math.prod(rest)))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def check_pooling(space: Kind) -> Kind:
+    """A space to pool in."""
+    if space not in ("logits", "probs"):
+        raise InputError(f"space is {space!r}", expected="'logits' or 'probs'")
+    return space
+
+
+def check_members(members: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """Different members of ``count``, from 0 on; None is all of them.
+
+    Examples:
+        >>> check_members(None, 3), check_members([2, 0], 3)
+        ((0, 1, 2), (2, 0))
+    """
+    chosen = tuple(range(count)) if members is None else tuple(members)
+    if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= index < count for index in chosen):
+        raise InputError(f"members {list(chosen)}", expected=f"different numbers of 0..{count - 1}, at least one")
+    return chosen
+
+
+def no_members() -> InputError:
+    """What is said where members are asked for and there are none."""
+    return InputError(
+        "there are no ensemble members",
+        expected="scores of several models",
+        fix="keep each model's scores in a folder of its own, logits/<member>/<case>.*",
+    )

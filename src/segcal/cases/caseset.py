@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 
 from segcal.errors import InputError, SegcalError
-from segcal.types import Case
+from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
 # Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
 PREFETCH_BYTES = 256 * 2**20
@@ -57,6 +58,8 @@ class CaseSet(Sequence[Case]):
     class_names: tuple[str, ...] | None = None
     groups: Groups | None = None
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    num_members: int | None = None
+    """How many ensemble members the logits are pooled from; None for a single model."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -96,6 +99,34 @@ class CaseSet(Sequence[Case]):
                 f"no case named {', '.join(map(repr, missing[:5]))}", where="ids", expected=_some(self.ids)
             )
         return replace(self, refs=tuple(known[name] for name in ids))
+
+    def pooled(self, space: Kind) -> CaseSet:
+        """The same cases with their ensemble members pooled in this space: ``"logits"`` or ``"probs"``.
+
+        Examples:
+            >>> from segcal.synthetic import scenes
+            >>> scenes(2, size=(32, 40), members=3).pooled("probs")[0].logits.exp().sum(1).mean()
+            tensor(1.)
+        """
+        return self._pooled(None, check_pooling(space))
+
+    def members(self, indices: Sequence[int]) -> CaseSet:
+        """The same cases as fewer members see them; one of them is a single model, pooled with nothing.
+
+        Examples:
+            >>> from segcal.synthetic import scenes
+            >>> cases = scenes(2, size=(32, 40), members=3)
+            >>> [cases.members(range(size)).num_members for size in (1, 2, 3)]
+            [1, 2, 3]
+        """
+        return self._pooled(indices, None)
+
+    def _pooled(self, members: Sequence[int] | None, space: Kind | None) -> CaseSet:
+        if self.num_members is None:
+            raise no_members()
+        chosen = check_members(members, self.num_members)
+        refs = tuple(CaseRef(ref.id, partial(_open_pooled, ref, chosen, space)) for ref in self.refs)
+        return replace(self, refs=refs, num_members=len(chosen))
 
     def shard(self, rank: int, world: int) -> CaseSet:
         """Every ``world``-th case from ``rank`` on: the share of one of ``world`` processes."""
@@ -163,6 +194,10 @@ class CaseSet(Sequence[Case]):
             )
             for part in range(count)
         ]
+
+
+def _open_pooled(ref: CaseRef, members: tuple[int, ...], space: Kind | None) -> Case:
+    return ref.open().pooled(space, members)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from segcal.cases.layout import CaseFiles
 from segcal.cases.nnunet import connected_to_border
 from segcal.errors import DataError, SegcalError
 from segcal.scores import Pool, canonical_logits, pool
-from segcal.types import row_slices
+from segcal.types import Kind, row_slices
 
 _SCORE_KEYS = ("probabilities", "logits", "probs", "softmax", "scores")
 _LABEL_KEYS = ("labels", "label", "segmentation", "seg", "mask")
@@ -60,13 +60,19 @@ class Oriented:
 
 
 class DiskCase:
-    """The files of one case as a ``segcal.types.CaseSource``."""
+    """The files of one case as a ``segcal.types.EnsembleSource``.
 
-    def __init__(self, files: CaseFiles, config: DatasetConfig) -> None:
-        self.files, self.config, self.id = files, config, files.id
+    ``whole`` is the case with all members where this one has some: it says what nnU-Net's exterior is, so that all
+    choices of members have the same valid voxels.
+    """
+
+    def __init__(self, files: CaseFiles, config: DatasetConfig, whole: DiskCase | None = None) -> None:
+        self.files, self.config, self.id, self._all_members = files, config, files.id, whole
         assert config.kind is not None
         assert config.ignore_index is not None
         self.kind, self.ignore_index, self.multilabel = config.kind, config.ignore_index, bool(config.multilabel)
+        self.pooling: Kind = config.pooling or config.kind
+        self.num_members = len(files.members) if len(files.members) > 1 or whole is not None else None
         try:
             self._label = open_array(files.label, usual=_LABEL_KEYS) if files.label else None
             self.members = [self._orient_scores(path) for path in files.members]
@@ -185,7 +191,6 @@ class DiskCase:
     def logits(self, rows: slice) -> Tensor:
         """Canonical logits of some rows, pooled over the members."""
         shape = (self.batch, self.num_classes, rows.stop - rows.start, *self.spatial[1:])
-        space = self.config.pooling or self.kind
         if len(self.members) == 1:
             return self._read(self.members[0], rows, slice(0, shape[2]))
         # Not less than a stored chunk at a time, which would have to be decoded again and again.
@@ -195,9 +200,9 @@ class DiskCase:
         pooled = torch.empty(shape, dtype=torch.float32)
         if self.sliceable:
             for part in parts:
-                pooled[:, :, part] = pool((self._read(member, rows, part) for member in self.members), space)
+                pooled[:, :, part] = pool((self._read(member, rows, part) for member in self.members), self.pooling)
         else:  # Files that are decoded as a whole are decoded once each, and let go before the next.
-            pools = [Pool(space) for _ in parts]
+            pools = [Pool(self.pooling) for _ in parts]
             for member in self.members:
                 for part, running in zip(parts, pools, strict=True):
                     running.add(self._read(member, rows, part))
@@ -205,6 +210,17 @@ class DiskCase:
             for part, running in zip(parts, pools, strict=True):
                 pooled[:, :, part] = running.result()
         return pooled
+
+    def member(self, index: int, rows: slice) -> Tensor:
+        """Canonical logits of one member in some rows."""
+        for other in self.members[:index] + self.members[index + 1 :]:
+            self._forget(other)
+        return self._read(self.members[index], rows, slice(0, rows.stop - rows.start))
+
+    def pooled(self, members: Sequence[int], space: Kind) -> DiskCase:
+        """The case with some of its members, pooled in this space."""
+        files = replace(self.files, members=tuple(self.files.members[index] for index in members))
+        return DiskCase(files, replace(self.config, pooling=space), self._all_members or self)
 
     def _read(self, member: Oriented, rows: slice, part: slice) -> Tensor:
         """Canonical logits of one member in a part of the rows."""
@@ -281,6 +297,8 @@ class DiskCase:
         return self._exterior()[rows] if self.config.exterior == "mask" else None
 
     def _exterior(self) -> Array:
+        if self._all_members is not None:
+            return self._all_members._exterior()
         if not hasattr(self, "_outside"):
             background = np.ones(self.spatial, bool)
             member_shape = (1, *self.members[0].shape)

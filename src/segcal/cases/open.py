@@ -101,6 +101,7 @@ def case_set(found: Found) -> CaseSet:
         class_names=None if config.multilabel else names,
         groups=config.groups,
         splits=config.splits,
+        num_members=first.num_members,
     )
 
 

@@ -6,13 +6,15 @@ logits come from it through planted miscalibrations whose exact inverse is known
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cache, partial
 
 from torch import Tensor
 
 from segcal.cases.caseset import CaseRef, CaseSet
 from segcal.errors import InputError
+from segcal.scores import pool
 from segcal.synthetic import checks
 from segcal.synthetic.plants import (
     ClassAffine,
@@ -27,7 +29,7 @@ from segcal.synthetic.plants import (
 )
 from segcal.synthetic.scene import IGNORE_INDEX, Scene, SceneSpec, draw_labels
 from segcal.synthetic.truth import TrueCalibrationError, true_calibration_error
-from segcal.types import Case
+from segcal.types import Case, Kind
 
 __all__ = [
     "ClassAffine",
@@ -73,7 +75,8 @@ def scenes(
         seed: Another seed, other scenes.
         plant: Miscalibrations, applied in order to the log posterior; none gives a network that is exactly calibrated.
         coherence: Correlation length of the label noise in (in-plane) voxels; 0 draws voxels independently.
-        members: Size of an ensemble; its logits, each with independent smooth noise, are pooled by their mean.
+        members: Size of an ensemble; its logits, each with independent smooth noise, are pooled by their mean
+            (``CaseSet.pooled`` and ``CaseSet.members`` do otherwise).
         member_noise: Standard deviation of that noise.
         shift: Covariate shift s in [0, 1]: labels follow ``S(log p / (1 + s) + s b)`` with a fixed random b in [-1, 1]
             per class, while the network still believes p, and the image loses contrast. ``vs`` recovers it.
@@ -110,6 +113,7 @@ def scenes(
         num_classes=num_classes,
         ignore_index=IGNORE_INDEX,
         class_names=None if class_names is None else tuple(class_names),
+        num_members=members,
     )
 
 
@@ -161,14 +165,27 @@ class _SceneSource:
     def __init__(self, spec: SceneSpec, index: int) -> None:
         self.id = _name(spec, index)
         self.num_classes, self.spatial, self.spacing = spec.num_classes, spec.size, spec.spacing
-        self._spec, self._index = spec, index
+        self.num_members, self._chosen = spec.members, tuple(range(spec.members or 0))
+        self.pooling: Kind = "logits"
+        self._generate = cache(partial(spec.generate, index))  # once for all that share it, see ``pooled``
 
-    @cached_property
+    @property
     def scene(self) -> Scene:
-        return self._spec.generate(self._index)
+        return self._generate()
 
     def logits(self, rows: slice) -> Tensor:
-        return self.scene.logits[None, :, rows]
+        if not self._chosen:
+            return self.scene.logits[None, :, rows]
+        return pool((self.member(index, rows) for index in range(len(self._chosen))), self.pooling)
+
+    def member(self, index: int, rows: slice) -> Tensor:
+        return self.scene.members[self._chosen[index]][None, :, rows]
+
+    def pooled(self, members: Sequence[int], space: Kind) -> _SceneSource:
+        other = copy.copy(self)
+        other._chosen = tuple(self._chosen[index] for index in members)
+        other.num_members, other.pooling = len(other._chosen), space
+        return other
 
     def labels(self, rows: slice) -> Tensor:
         return self.scene.labels[None, rows]
