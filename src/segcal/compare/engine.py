@@ -1,0 +1,149 @@
+"""``compare``: the whole study, from cases to a results document."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from torch import Tensor
+
+from segcal.cases import CaseSet
+from segcal.compare.cache import Store
+from segcal.compare.document import results_document
+from segcal.compare.facts import about_data
+from segcal.compare.progress import Step
+from segcal.compare.run import Run
+from segcal.compare.settings import Pooling, Preserve, Select, Sensitivity, Settings, Tune, resolve_methods
+from segcal.compare.shifted import corrupted_sets, given_sets
+from segcal.compare.splits import split_cases
+from segcal.compare.study import Study
+from segcal.errors import InputError, OutputError
+from segcal.evaluate import DEFAULT_METRICS
+from segcal.results import _plain
+from segcal.statistics import EVERYTHING
+
+STUDY_METRICS = (*DEFAULT_METRICS, "flip")
+
+
+def compare(
+    cases: CaseSet,
+    methods: str | Sequence[str] = ("ts", "lts-ti", "cms-op"),
+    repeats: int = 3,
+    *,
+    output: str | Path | None = None,
+    fractions: tuple[float, float, float] = (0.5, 0.2, 0.3),
+    tune: Tune = "path",
+    select: Select = "nll",
+    metrics: Sequence[str] = STUDY_METRICS,
+    regions: Sequence[str] = (EVERYTHING, "boundary"),
+    preserve: Preserve = "order",
+    translation_invariant: bool = False,
+    pooling: Sequence[Pooling] | None = None,
+    shifted: Mapping[str, CaseSet] | None = None,
+    model: Callable[[Tensor], Tensor] | None = None,
+    shift: bool = False,
+    sensitivity: Sequence[Sensitivity] = (),
+    workers: int = 1,
+    seed: int = 0,
+    resume: bool = False,
+    name: str = "cases",
+    command: str | None = None,
+    progress: Callable[[Step], None] = lambda step: None,
+) -> Study:
+    """Fit every method on several random splits, test them all on the same images, and say which one to deploy.
+
+    Each repeat splits the cases into a part to fit to, one to choose strengths and methods on, and one to test on;
+    groups stay together. All methods of a repeat are tested from one read of its test cases. A method that fails is
+    reported as failed, and the study goes on.
+
+    Args:
+        cases: The dataset.
+        methods: Ids of ``segcal.CALIBRATORS``, ``"all"``, or ``"decision-preserving"`` for those that keep labels.
+        repeats: How many random splits. With one, the splits that the dataset names are used.
+        output: Folder for ``results.json``, tables, pictures, the recommended calibrator, and what a killed study
+            needs to go on; None keeps nothing.
+        fractions: Shares of the cases for calibration, validation and test.
+        tune: ``"path"`` chooses the shrinkage of exact maps on the validation part; ``"paper"`` trains by Adam with
+            settings searched by Optuna, as published; ``"none"`` takes the defaults.
+        select: The metric that tuning lowers.
+        metrics: Ids of ``segcal.METRICS``, with options where wanted.
+        regions: Ids of ``segcal.REGIONS``.
+        preserve: What a recommended method must keep: the ``"order"`` of the classes, their ``"argmax"``, ``"none"``.
+        translation_invariant: Recommend only methods that ignore offsets of the logits.
+        pooling: For ensembles: compare a ``"single"`` member, the mean of ``"probs"``, the mean of ``"logits"``.
+        shifted: Other datasets to test on, by name. Cases that a repeat fitted to or chose on are left out.
+        model: From an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``, for ``shift``.
+        shift: Also test on the photometric corruptions of the images (``segcal.training.shift``), mild and strong.
+        sensitivity: Also vary the number of ``"bins"``, the calibration ``"size"``, the ensemble ``"members"``.
+        workers: Processes: fits are shared by method, evaluations by case.
+        seed: Of splits, fits and bootstrap.
+        resume: Go on in a folder that is not empty; what is finished there and still fits is taken as it is.
+        name: Of the dataset, for the report.
+        command: That made this study, for the report.
+        progress: Called with a ``Step`` before each piece of work.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(8, size=(32, 40), plant=[segcal.synthetic.Temperature(3.0)])
+        >>> study = compare(cases, methods=("ts", "vs"), repeats=2, tune="none", metrics=("nll", "ece"))
+        >>> study.recommendation["method"], len(study.summary("nll"))
+        ('ts', 3)
+    """
+    settings = Settings(
+        # With pooling spaces, the ensemble is there as uncalibrated in each of them.
+        methods=resolve_methods(methods, members=cases.num_members is not None and not pooling),
+        repeats=repeats,
+        fractions=fractions,
+        tune=tune,
+        select=select,
+        metrics=tuple(dict.fromkeys(metrics)),
+        regions=tuple(dict.fromkeys(regions)),
+        preserve=preserve,
+        translation_invariant=translation_invariant,
+        pooling=tuple(dict.fromkeys(pooling or ())),
+        sensitivity=tuple(dict.fromkeys(sensitivity)),
+        seed=seed,
+    )
+    if workers < 1:
+        raise InputError(f"workers is {workers}", expected="at least 1")
+    settings.check_members(cases)
+    splits, warnings = split_cases(cases, repeats, fractions, seed)
+    moved = given_sets(cases, shifted or {})
+    if shift:
+        moved += corrupted_sets(cases, model, settings)
+    started = time.perf_counter()
+    with _folder(output, resume) as folder:
+        run = Run(cases, settings, splits, moved, folder, Store(folder / "work"), workers, progress)
+        document = results_document(run, warnings, about_data(cases, name), command)
+        document["timings"] = {
+            "total_seconds": time.perf_counter() - started,
+            "per_method": run.timings(),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        study = Study(json.loads(json.dumps(_plain(document))))
+        if output is not None:
+            study.to_csv(folder / "tables.csv")
+            study.to_latex(folder / "tables.tex")
+            study.to_json(folder / "results.json")
+    return study
+
+
+@contextmanager
+def _folder(output: str | Path | None, resume: bool) -> Iterator[Path]:
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="segcal-") as temporary:
+            yield Path(temporary)
+        return
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not resume:
+            raise OutputError("is not empty", where=str(folder), fix="choose another folder, or --resume to continue")
+    except OSError as error:
+        raise OutputError(f"cannot be used ({error})", where=str(folder), expected="a folder to write to") from None
+    yield folder

@@ -1,0 +1,86 @@
+"""What is known of the cases before any fit: how many voxels each class has, and what the report says of the data."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from segcal.cases import CaseSet
+from segcal.cases.caseset import Split
+from segcal.compare.cache import Store, content_key
+from segcal.errors import SegcalError
+from segcal.types import row_slices
+
+
+def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict[str, list[int]]:
+    """Voxels of every class in every case. Reads the labels and no scores."""
+    key = content_key(labels=[(i, known[i]) for i in cases.ids], classes=cases.num_classes, ignore=cases.ignore_index)
+    kept = store.read("labels", key)
+    if kept is not None:
+        return kept
+    counts = {}
+    for ref in cases.refs:
+        case = ref.open()
+        total = torch.zeros(cases.num_classes, dtype=torch.int64)
+        try:
+            for rows in row_slices(case.shape):
+                labels = case.rows("labels", rows)
+                total += torch.bincount(labels[labels != case.ignore_index], minlength=cases.num_classes)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        counts[ref.id] = total.tolist()
+    return store.write("labels", key, counts)
+
+
+def part_voxels(cases: CaseSet, part: CaseSet, counts: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Voxels of every class, by its name, in a part of the cases."""
+    return {name: sum(counts[i][k] for i in part.ids) for k, name in enumerate(class_names(cases))}
+
+
+def absent_classes(cases: CaseSet, splits: Sequence[Split], counts: Mapping[str, Sequence[int]]) -> list[str]:
+    """A warning for every class that the cases have and a calibration part lacks."""
+    everywhere = part_voxels(cases, cases, counts)
+    found = []
+    for repeat, split in enumerate(splits):
+        here = part_voxels(cases, split.calibration, counts)
+        found += [
+            f"Class '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt of it."
+            for name, count in here.items()
+            if count == 0 < everywhere[name]
+        ]
+    return found
+
+
+def class_names(cases: CaseSet) -> list[str]:
+    """The names of the classes, or their numbers."""
+    return list(cases.class_names or map(str, range(cases.num_classes)))
+
+
+def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
+    """What the results say of the data; opens the first case."""
+    first = cases[0]
+    return {
+        "name": name,
+        "cases": len(cases),
+        "num_classes": cases.num_classes,
+        "class_names": class_names(cases),
+        "ignore_index": cases.ignore_index,
+        "spatial_rank": len(first.shape) - 2,
+        "members": cases.num_members,
+        "has_images": first.image is not None,
+    }
+
+
+def distance_unit(cases: CaseSet) -> str:
+    """``mm`` where the cases have a spacing, else ``voxel``."""
+    return "voxel" if cases[0].spacing is None else "mm"
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide the numbers."""
+    libraries = {name: version(name) for name in ("torch", "numpy")}
+    return {"segcal": version("segcal"), "python": platform.python_version(), **libraries}

@@ -1,0 +1,174 @@
+"""Evaluating: all calibrators of a group on the same cases, from one read of them, kept when done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from segcal.calibrators import Calibrator
+from segcal.cases import CaseSet
+from segcal.compare.cache import Store, content_key
+from segcal.compare.settings import column_name
+from segcal.errors import SegcalError
+from segcal.evaluate import evaluate_many
+from segcal.metrics import Column
+from segcal.results import POOLED, Results, _decode
+from segcal.statistics import EVERYTHING
+
+
+class Evaluation:
+    """One method on one set of cases: what the store holds of ``segcal.evaluate``."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document = document
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, str], dict[str, tuple[float, int]]]:
+        found: dict[tuple[str, str], dict[str, tuple[float, int]]] = {}
+        for case, region, metric, value, count in self.document["rows"]:
+            found.setdefault((metric, region), {})[case] = (_decode(value), count)
+        return found
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """Metric and region of all rows, in order."""
+        return list(self._rows)
+
+    def values(self, metric: str, region: str = EVERYTHING) -> dict[str, float]:
+        """The value of every case."""
+        rows = self._rows[metric, region]
+        return {case: value for case, (value, _) in rows.items() if case != POOLED}
+
+    def pooled(self, metric: str, region: str = EVERYTHING) -> tuple[float, int]:
+        """The value of all cases together and its count; NaN and 0 where that has no meaning."""
+        return self._rows[metric, region].get(POOLED, (float("nan"), 0))
+
+    @property
+    def reliability(self) -> Mapping[str, Any]:
+        """Region to bins, of the top label and of every predicted class."""
+        bins: Mapping[str, Any] = self.document["reliability"]
+        return bins
+
+    @property
+    def diagnosis(self) -> Mapping[str, Any]:
+        """The findings."""
+        found: Mapping[str, Any] = self.document["diagnosis"]
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """This method's share of the time."""
+        return float(self.document["seconds"])
+
+
+class Group(NamedTuple):
+    """Methods to evaluate together: on which cases, what, and which fits; ``fits`` has None for uncalibrated."""
+
+    cases: CaseSet
+    fits: Mapping[str, str | None]
+    columns: Sequence[Column]
+    variant: str | None
+    known: Mapping[str, str]
+    seed: int
+
+    def key(self, method: str) -> str:
+        """The name of a method's evaluation in the store."""
+        return content_key(
+            fit=self.fits[method],
+            cases=[(i, self.known[i]) for i in self.cases.ids],
+            classes=(self.cases.num_classes, self.cases.ignore_index, self.cases.class_names),
+            columns=[column_name(column) for column in self.columns],
+            variant=self.variant,
+            seed=self.seed,
+        )
+
+
+def evaluate_group(
+    group: Group, store: Store, workers: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Evaluation], dict[str, str]]:
+    """Evaluations by method, and the reason for every method that failed; cases are read once for all of them.
+
+    ``progress`` is called with the name of each case before it is read; with several workers, once.
+    """
+    found = {method: store.read("evaluation", group.key(method)) for method in group.fits}
+    pending = [method for method, document in found.items() if document is None]
+    if pending and workers > 1:
+        progress(f"{len(group.cases)} cases")
+    calibrators = {method: _calibrator(store, group.fits[method]) for method in pending}
+    told = _Told(progress)
+    failures: dict[str, str] = {}
+    try:
+        found.update(_evaluated(group, calibrators, store, workers, told))
+    except Exception:
+        if told.raised:
+            raise
+        # One of them cannot do these cases; alone, it says so, and the others go on.
+        for method, calibrator in calibrators.items():
+            try:
+                found.update(_evaluated(group, {method: calibrator}, store, workers, told))
+            except Exception as error:
+                if told.raised or calibrator is None:  # stopped from outside, or the scores themselves are at fault
+                    raise
+                failures[method] = str(error) if isinstance(error, SegcalError) else repr(error)
+    return {method: Evaluation(doc) for method, doc in found.items() if doc is not None}, failures
+
+
+class _Told:
+    """A callback that remembers whether it raised, which is the caller's wish to stop and no method's failure."""
+
+    def __init__(self, callback: Callable[[str], None]) -> None:
+        self._callback, self.raised = callback, False
+
+    def __call__(self, name: str) -> None:
+        try:
+            self._callback(name)
+        except BaseException:
+            self.raised = True
+            raise
+
+
+def _calibrator(store: Store, fit: str | None) -> Calibrator | None:
+    if fit is None:
+        return None
+    calibrator = store.load(fit)
+    assert calibrator is not None, "a fit that was read or made a moment ago"
+    return calibrator
+
+
+def _evaluated(
+    group: Group,
+    calibrators: Mapping[str, Calibrator | None],
+    store: Store,
+    workers: int,
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    if not calibrators:
+        return {}
+    started = time.perf_counter()
+    results = evaluate_many(
+        group.cases,
+        calibrators,
+        metrics=list(group.columns),
+        regions=(),
+        workers=workers,
+        seed=group.seed,
+        progress=progress,
+    )
+    share = (time.perf_counter() - started) / len(calibrators)
+    return {
+        method: store.write("evaluation", group.key(method), _document(result, group, share))
+        for method, result in results.items()
+    }
+
+
+def _document(results: Results, group: Group, seconds: float) -> dict[str, Any]:
+    wanted = {column_name(column) for column in group.columns}
+    rows = [list(row) for row in results.rows if _asked(row.metric, row.region, wanted)]
+    bins = {region: {"top": b["top"], "classes": b["classes"]} for region, b in results.reliability.items()}
+    return {"rows": rows, "reliability": bins, "diagnosis": results.diagnosis, "seconds": seconds}
+
+
+def _asked(metric: str, region: str, wanted: set[tuple[str, str]]) -> bool:
+    return (metric, "local" if region in ("local-mean", "local-max") else region) in wanted

@@ -1,0 +1,134 @@
+"""Which calibrator to deploy: the best one that meets the constraints, or a simpler one that is as good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from segcal.compare.settings import UNCALIBRATED, Preserve
+from segcal.inference.arrays import difference
+
+RULE = (
+    "Of the methods that meet the constraints, the one with the lowest NLL on validation images is the best; "
+    "recommended is the one with the fewest parameters among those that lie within one standard error of it, "
+    "or within 0.0001 nats. "
+    "The standard error is that of the difference to the best, image by image."
+)
+# Nobody can see so small a difference; methods that fall back to a simpler one differ by less.
+_NEGLIGIBLE = 1e-4
+_ALLOWED: dict[Preserve, tuple[str | None, ...]] = {
+    "order": ("order",),
+    "argmax": ("order", "argmax"),
+    "none": ("order", "argmax", None),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method that might be recommended.
+
+    Attributes:
+        key: Its name in the study.
+        preserves: What it keeps of the scores it is given: ``order``, ``argmax`` or None.
+        deployed: Whether these scores are the ones deployed; another pooling of an ensemble moves labels by itself.
+        translation_invariant: Whether it ignores offsets of the logits.
+        parameters: How many numbers it has.
+        nll: Validation NLL ``(images,)``, means over the repeats; the same images for all candidates.
+    """
+
+    key: str
+    preserves: str | None
+    deployed: bool
+    translation_invariant: bool
+    parameters: int
+    nll: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and from what: keys, and validation NLL with the difference to the best."""
+
+    method: str
+    best: str
+    candidates: tuple[str, ...]
+    validation_nll: Mapping[str, Mapping[str, float]]
+
+
+def choose(candidates: Sequence[Candidate], preserve: Preserve, translation_invariant: bool) -> Choice:
+    """Apply the rule. ``uncalibrated`` must be among the candidates: it meets all constraints.
+
+    Examples:
+        >>> none = Candidate("uncalibrated", "order", True, True, 0, [1.0, 2.0, 3.0])
+        >>> simple = Candidate("ts", "order", True, True, 1, [0.50, 1.51, 2.49])
+        >>> rich = Candidate("cms-op", "order", True, True, 99, [0.49, 1.49, 2.51])
+        >>> moving = Candidate("dc", None, True, True, 42, [0.1, 0.1, 0.1])
+        >>> found = choose([none, simple, rich, moving], "order", False)
+        >>> found.best, found.method, found.candidates
+        ('cms-op', 'ts', ('uncalibrated', 'ts', 'cms-op'))
+    """
+    allowed = [
+        one
+        for one in candidates
+        if one.preserves in _ALLOWED[preserve]
+        and (one.deployed or preserve == "none")
+        and (one.translation_invariant or not translation_invariant)
+        and not math.isnan(_mean(one.nll))
+    ]
+    if not allowed:  # no validation NLL at all
+        allowed = [one for one in candidates if one.key == UNCALIBRATED]
+    best = min(allowed, key=lambda one: (_mean(one.nll), one.parameters))
+    as_good = [one for one in allowed if one is best or _within_one_error(one.nll, best.nll)]
+    chosen = min(as_good, key=lambda one: (one.parameters, _mean(one.nll)))
+    return Choice(
+        method=chosen.key,
+        best=best.key,
+        candidates=tuple(one.key for one in allowed),
+        validation_nll={
+            one.key: {
+                **mean_and_error(one.nll),
+                "minus_best": _mean(_minus(one.nll, best.nll)),
+                "minus_best_standard_error": _standard_error(_minus(one.nll, best.nll)),
+            }
+            for one in candidates
+        },
+    )
+
+
+def mean_and_error(values: Sequence[float]) -> dict[str, float]:
+    """Mean and standard error of the values that are not NaN.
+
+    Examples:
+        >>> mean_and_error([1.0, 2.0, 3.0, float("nan")])
+        {'mean': 2.0, 'standard_error': 0.57735...}
+    """
+    return {"mean": _mean(values), "standard_error": _standard_error(values)}
+
+
+def _within_one_error(values: Sequence[float], best: Sequence[float]) -> bool:
+    # Paired: how hard the images are is in both, and would make every method as good as any other.
+    worse = _minus(values, best)
+    mean, error = _mean(worse), _standard_error(worse)  # The error of a single image is NaN, and no reason.
+    return mean <= error or mean <= _NEGLIGIBLE
+
+
+def _minus(values: Sequence[float], best: Sequence[float]) -> list[float]:
+    found: list[float] = difference(np.asarray(values, float), np.asarray(best, float)).tolist()
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    defined = np.asarray(values, float)
+    defined = defined[~np.isnan(defined)]
+    with np.errstate(invalid="ignore"):  # of opposite infinities
+        return float(defined.mean()) if defined.size else math.nan
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    defined = np.asarray(values, float)
+    defined = defined[~np.isnan(defined)]
+    if defined.size < 2 or not np.isfinite(defined).all():
+        return math.nan
+    return float(defined.std(ddof=1) / math.sqrt(defined.size))

@@ -1,0 +1,158 @@
+"""What a study is asked for, checked before any work."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from segcal.calibrators import CALIBRATORS
+from segcal.cases import CaseSet
+from segcal.errors import InputError
+from segcal.metrics import Column
+from segcal.metrics.calibration import BANDS
+from segcal.plan import LOCAL, metric_spec, parse_metric
+from segcal.regions import REGIONS
+from segcal.statistics import EVERYTHING
+
+Tune = Literal["none", "path", "paper"]
+Select = Literal["nll", "ece", "brier"]
+Preserve = Literal["order", "argmax", "none"]
+Pooling = Literal["single", "probs", "logits"]
+Sensitivity = Literal["bins", "size", "members"]
+
+UNCALIBRATED = "uncalibrated"
+FLIPS = ("harmful", "beneficial", "neutral")
+#: Numbers of bins of the sensitivity study.
+BIN_COUNTS = (5, 10, 15, 20, 30, 50, 100)
+_PARTS = ("calibration", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``compare`` that decide what it finds; ``compare`` explains them."""
+
+    methods: tuple[str, ...]
+    repeats: int
+    fractions: tuple[float, float, float]
+    tune: Tune
+    select: Select
+    metrics: tuple[str, ...]
+    regions: tuple[str, ...]
+    preserve: Preserve
+    translation_invariant: bool
+    pooling: tuple[Pooling, ...]
+    sensitivity: tuple[Sensitivity, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise InputError(f"repeats is {self.repeats}", expected="at least 1")
+        if len(self.fractions) != len(_PARTS) or any(not 0 < part < 1 for part in self.fractions):
+            raise InputError(
+                f"fractions are {self.fractions}", expected="three shares above 0: calibration, validation, test"
+            )
+        for name, kind in (("tune", Tune), ("select", Select), ("preserve", Preserve)):
+            _one_of(name, getattr(self, name), get_args(kind))
+        for space in self.pooling:
+            _one_of("pooling", space, get_args(Pooling))
+        for study in self.sensitivity:
+            _one_of("sensitivity", study, get_args(Sensitivity))
+        if not self.regions or not self.metrics:
+            raise InputError("no regions or no metrics", expected="at least one of each")
+        for region in self.regions:
+            _one_of("region", region, tuple(REGIONS))
+        for metric in self.metrics:
+            id, options = parse_metric(metric)
+            known = inspect.signature(metric_spec(id).function).parameters
+            for option in options:
+                _one_of(f"the option of {id}", option, [name for name in known if name not in ("stats", "region")])
+
+    def check_members(self, cases: CaseSet) -> None:
+        """Pooling spaces and ensemble sizes need members."""
+        asked = [f"pooling = {', '.join(self.pooling)}"] if self.pooling else []
+        asked += ["sensitivity = members"] if "members" in self.sensitivity else []
+        if asked and (cases.num_members or 1) < 2:
+            raise InputError(
+                f"{' and '.join(asked)}, but the cases have no ensemble members",
+                expected="a dataset with logits/<member>/<case>.* for every member",
+            )
+
+    @property
+    def columns(self) -> list[Column]:
+        """Every metric in every region, as the tables show them; surfaces belong to a case as a whole."""
+        parsed = [parse_metric(metric) for metric in self.metrics]
+        found = [
+            Column(id, region, options=options)
+            for region in self.regions
+            for id, options in parsed
+            if "surfaces" not in metric_spec(id).needs
+        ]
+        found += [Column(id, options=options) for id, options in parsed if "surfaces" in metric_spec(id).needs]
+        return found
+
+    @property
+    def measured(self) -> list[Column]:
+        """The same, and what else the study needs: kinds of flips, the ECE cases are chosen by, bins, bands."""
+        more = [Column("flip", options={"kind": kind}) for kind in FLIPS]
+        more += [Column("ece"), Column("nll")]
+        if "bins" in self.sensitivity:
+            more += [Column("ece", options={"num_bins": count}) for count in BIN_COUNTS]
+        if self.bands:
+            more += [Column("nll", band) for band in BANDS]
+        known = {column_name(column): column for column in (*self.columns, *more)}
+        return list(known.values())
+
+    @property
+    def bands(self) -> bool:
+        """Whether distances to the boundary are measured."""
+        return any("distance" in metric_spec(column.metric).needs for column in self.columns)
+
+    def shown(self, metric: str, region: str) -> bool:
+        """Whether a row of an evaluation is one that was asked for."""
+        names = {column_name(column) for column in self.columns}
+        asked = LOCAL if region in ("local-mean", "local-max") else region
+        return (metric, asked) in names
+
+
+def column_name(column: Column) -> tuple[str, str]:
+    """Metric with options, and region, as the rows of an evaluation spell them.
+
+    Examples:
+        >>> column_name(Column("ece", "boundary", options={"num_bins": 50}))
+        ('ece[num_bins=50]', 'boundary')
+    """
+    options = ",".join(f"{name}={value}" for name, value in sorted(column.options.items()))
+    return (f"{column.metric}[{options}]" if options else column.metric), column.region or EVERYTHING
+
+
+def resolve_methods(methods: str | Sequence[str], *, members: bool = False) -> tuple[str, ...]:
+    """Ids of calibrators from ``"all"``, ``"decision-preserving"``, one id, or several.
+
+    ``members`` says whether ``"all"`` should have the ensemble among them, which without members does nothing.
+
+    Examples:
+        >>> resolve_methods(("ts", "cms-op", "ts"))
+        ('ts', 'cms-op')
+        >>> "dc" in resolve_methods("all"), "dc" in resolve_methods("decision-preserving")
+        (True, False)
+    """
+    if methods == "all":
+        return tuple(id for id in CALIBRATORS if members or id != "ensemble")
+    if methods == "decision-preserving":
+        return tuple(id for id, cls in CALIBRATORS.items() if cls().preserves is not None)
+    wanted = (methods,) if isinstance(methods, str) else tuple(dict.fromkeys(methods))
+    for id in wanted:
+        if id not in CALIBRATORS:
+            raise InputError(
+                f"method is {id!r}", expected=f"'all', 'decision-preserving', or some of {', '.join(CALIBRATORS)}"
+            )
+    if not wanted:
+        raise InputError("no methods", expected="at least one")
+    return wanted
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InputError(f"{name} is {value!r}", expected=f"one of {', '.join(known)}")

@@ -1,0 +1,240 @@
+"""From the values of all methods, repeats and cases to tables: means with intervals, differences, ranks, bins, flips.
+
+The cases of different repeats overlap, and a bootstrap that takes them for different ones gives intervals that are too
+narrow (``segcal.inference.hierarchical_bootstrap`` says how much: 73 to 87% coverage instead of 95%). So a case's
+values are averaged over the repeats first, and everything here resamples, tests and ranks *cases*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segcal import inference
+from segcal.compare.measuring import Evaluation
+from segcal.compare.settings import FLIPS, UNCALIBRATED
+from segcal.metrics.calibration import BANDS
+from segcal.plan import metric_spec, parse_metric
+from segcal.statistics import EVERYTHING
+
+FloatArray = NDArray[np.float64]
+Columns = Sequence[tuple[str, str]]
+#: Evaluations by method, one mapping for each repeat.
+Repeats = Sequence[Mapping[str, Evaluation]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The values of methods in cases: ``values (cases, methods, columns)``, means over the repeats, NaN for none."""
+
+    methods: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...]
+    values: FloatArray
+
+    @classmethod
+    def of(cls, repeats: Repeats, columns: Columns) -> Table:
+        """Collect the values; cases that no repeat tested have no row."""
+        methods = tuple(repeats[0])
+        tested = sorted({case for found in repeats for case in found[methods[0]].values(*columns[0])})
+        place = {case: index for index, case in enumerate(tested)}
+        values = np.full((len(repeats), len(tested), len(methods), len(columns)), np.nan)
+        for r, found in enumerate(repeats):
+            for m, method in enumerate(methods):
+                for k, (metric, region) in enumerate(columns):
+                    for case, value in found[method].values(metric, region).items():
+                        values[r, place[case], m, k] = value
+        return cls(methods, tuple(columns), inference.mean_over_repeats(values))
+
+
+def summary(table: Table, repeats: Repeats, seed: int) -> list[dict[str, Any]]:
+    """Mean over images with its 95% interval, and the mean over repeats of the pooled value."""
+    found = inference.hierarchical_bootstrap(table.values[None], seed=seed)
+    return [
+        {
+            "method": method,
+            "region": region,
+            "metric": metric,
+            "mean": float(found.estimate[m, k]),
+            "low": float(found.low[m, k]),
+            "high": float(found.high[m, k]),
+            "n": int(found.count[m, k]),
+            "pooled": _mean([own[method].pooled(metric, region)[0] for own in repeats]),
+        }
+        for m, method in enumerate(table.methods)
+        for k, (metric, region) in enumerate(table.columns)
+    ]
+
+
+def differences(table: Table, seed: int) -> list[dict[str, Any]]:
+    """Every method minus uncalibrated on the same cases: bootstrap interval, Wilcoxon p adjusted over the methods."""
+    baseline = table.methods.index(UNCALIBRATED)
+    found = inference.paired_difference(table.values[None], baseline, seed=seed)
+    rows = []
+    for k, (metric, region) in enumerate(table.columns):
+        if _base(metric) == "flip":  # Nothing flips without a calibrator: there is no baseline.
+            continue
+        for test in inference.compare_pairs(table.values[:, :, k], baseline=baseline):
+            m = test.first
+            rows.append(
+                {
+                    "method": table.methods[m],
+                    "baseline": UNCALIBRATED,
+                    "region": region,
+                    "metric": metric,
+                    "mean": float(found.estimate[m, k]),
+                    "low": float(found.low[m, k]),
+                    "high": float(found.high[m, k]),
+                    "p": test.p,
+                    "p_adjusted": test.adjusted,
+                    "n": int(found.count[m, k]),
+                }
+            )
+    return rows
+
+
+def ranks(table: Table) -> list[dict[str, Any]]:
+    """Friedman's test, mean ranks over cases, and which methods cannot be told apart, for every ranked column."""
+    rows = []
+    for k, (metric, region) in _ranked(table):
+        friedman = inference.friedman(_losses(metric, table.values[:, :, k]))
+        distance = inference.critical_difference(friedman.mean_ranks, friedman.count)
+        alike = inference.groups(friedman.mean_ranks, distance)
+        rows.append(
+            {
+                "metric": metric,
+                "region": region,
+                "friedman": {"statistic": friedman.statistic, "p": friedman.p, "n": friedman.count},
+                "mean_rank": _by_method(table, friedman.mean_ranks),
+                "critical_difference": distance,
+                "groups": [[table.methods[m] for m in group] for group in alike],
+            }
+        )
+    return rows
+
+
+def sum_rank(table: Table) -> dict[str, float]:
+    """Ranks by the mean of every ranked column, added up."""
+    means = inference.hierarchical_bootstrap(table.values[None], replicates=1).estimate
+    chosen = [_losses(metric, means[:, k]) for k, (metric, _) in _ranked(table)]
+    return _by_method(table, inference.sum_rank(np.stack(chosen, 1)).ranks) if chosen else {}
+
+
+def mean_case_rank(table: Table) -> dict[str, float]:
+    """Ranks in every case by every ranked column, averaged."""
+    chosen = [_losses(metric, table.values[:, :, k]) for k, (metric, _) in _ranked(table)]
+    return _by_method(table, inference.mean_case_rank(np.stack(chosen, 2)).ranks) if chosen else {}
+
+
+def flips(repeats: Repeats) -> list[dict[str, Any]]:
+    """Labels that calibration changed, over the test images of all repeats."""
+    rows = []
+    for method in repeats[0]:
+        counts = dict.fromkeys(("compared", *FLIPS), 0)
+        for found in repeats:
+            for kind in FLIPS:
+                share, compared = found[method].pooled(f"flip[kind={kind}]")
+                counts[kind] += round(share * compared) if compared else 0
+                counts["compared"] += compared if kind == FLIPS[0] else 0
+        rows.append({"method": method, **counts})
+    return rows
+
+
+def reliability(
+    repeats: Repeats, regions: Sequence[str], *, classes: bool = True, bands: bool = True
+) -> list[dict[str, Any]]:
+    """Bins added up over the repeats: of the top label in every region, of each predicted class in those asked for."""
+    rows = []
+    for method, first in repeats[0].items():
+        for region in first.reliability:
+            if region not in regions and not (bands and region in BANDS):
+                continue
+            tops = [found[method].reliability[region]["top"] for found in repeats]
+            rows.append({"method": method, "region": region, "class": None, **_added(tops)})
+            for k in range(len(first.reliability[region]["classes"]) if classes and region in regions else 0):
+                own = _added([found[method].reliability[region]["classes"][k] for found in repeats])
+                if any(own["count"]):
+                    rows.append({"method": method, "region": region, "class": k, **own})
+    return rows
+
+
+def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
+    """Calibration against the distance to the nearest label boundary, all test images of all repeats together."""
+    rows = []
+    for method, first in repeats[0].items():
+        for band in BANDS:
+            if band not in first.reliability:
+                continue
+            low, high = band.removeprefix("band-").split("-")
+            bins = _added([found[method].reliability[band]["top"] for found in repeats])
+            count, confidence, correct = (np.array(bins[name]) for name in ("count", "confidence", "correct"))
+            total = int(count.sum())
+            losses = [found[method].pooled("nll", band) for found in repeats]
+            rows.append(
+                {
+                    "method": method,
+                    "band": band,
+                    "low": float(low),
+                    "high": None if high == "inf" else float(high),
+                    "unit": unit,
+                    "count": total,
+                    "ece": _ratio(float(np.abs(confidence - correct).sum()), total),
+                    "nll": _ratio(math.fsum(value * n for value, n in losses if n), total),
+                    "confidence": _ratio(float(confidence.sum()), total),
+                    "accuracy": _ratio(float(correct.sum()), total),
+                }
+            )
+    return rows
+
+
+def bin_sensitivity(table: Table, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """The mean ECE over images for several numbers of bins."""
+    rows = []
+    for count in counts:
+        k = table.columns.index((f"ece[num_bins={count}]", EVERYTHING))
+        rows += [
+            {"method": method, "bins": count, "ece": _mean(table.values[:, m, k])}
+            for m, method in enumerate(table.methods)
+        ]
+    return rows
+
+
+def _ranked(table: Table) -> list[tuple[int, tuple[str, str]]]:
+    """The columns in which one method can be better than another; flips say nothing of uncalibrated."""
+    return [
+        (k, column)
+        for k, column in enumerate(table.columns)
+        if metric_spec(_base(column[0])).better != "neither" and _base(column[0]) != "flip"
+    ]
+
+
+def _losses(metric: str, values: FloatArray) -> FloatArray:
+    """The values so that lower is better."""
+    better = metric_spec(_base(metric)).better
+    return -values if better == "higher" else np.abs(values) if better == "zero" else values
+
+
+def _base(metric: str) -> str:
+    return parse_metric(metric)[0]
+
+
+def _by_method(table: Table, values: FloatArray) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(table.methods, values, strict=True) if not math.isnan(value)}
+
+
+def _added(bins: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+    sums = {name: np.sum([one[name] for one in bins], axis=0).tolist() for name in ("count", "confidence", "correct")}
+    return {"bins": len(sums["count"]), **sums}
+
+
+def _mean(values: Sequence[float] | FloatArray) -> float:
+    defined = [float(value) for value in values if not math.isnan(value)]
+    return _ratio(math.fsum(defined), len(defined))
+
+
+def _ratio(total: float, count: int) -> float:
+    return total / count if count else math.nan

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from segcal.calibrators import TemperatureScaling, VectorScaling
+from segcal.compare.browser import CASES, PIXELS, SLICES, chosen_cases, write_browser
+from segcal.synthetic import Temperature, scenes
+
+
+def drawn(cases, calibrator, folder):
+    values = {"ece": {name: 0.1 * place for place, name in enumerate(cases.ids)}}
+    return write_browser(cases, calibrator, "m", before=values, after=values, folder=folder)
+
+
+def panel(entry, name, folder, place=0):
+    file = next(one["file"] for one in entry["slices"][place]["panels"] if one["name"] == name)
+    return np.asarray(Image.open(folder / file)).astype(int)
+
+
+def test_images_have_every_panel_and_a_temperature_that_is_one_colour(tmp_path):
+    cases = scenes(3, size=(40, 48), plant=[Temperature(2.0)], ignored=0.1)
+    entries = drawn(cases, TemperatureScaling().fit(cases), tmp_path)
+    assert [entry["case"] for entry in entries] == list(cases.ids[::-1])
+    names = [one["name"] for one in entries[0]["slices"][0]["panels"]]
+    assert names == [
+        "image", "label", "prediction", "confidence before", "confidence after", "temperature", "error", "flips"
+    ]  # fmt: skip
+    assert panel(entries[0], "image", tmp_path).shape == (40, 48, 3)
+    temperature = panel(entries[0], "temperature", tmp_path).reshape(-1, 3)
+    assert np.abs(temperature - np.median(temperature, 0)).max() <= 2
+    assert np.median(temperature[:, 0]) > np.median(temperature[:, 2])  # above 1 is red
+    brighter = (
+        panel(entries[0], "confidence before", tmp_path).sum() - panel(entries[0], "confidence after", tmp_path).sum()
+    )
+    assert brighter > 0
+
+
+def test_errors_flips_and_ignored_voxels_are_where_they_are(tmp_path):
+    cases = scenes(1, size=(40, 48), ignored=0.2)
+    case = cases[0]
+    calibrator = VectorScaling().fit(cases)
+    calibrator.bias[0, 0] += 2.0
+    (entry,) = drawn(cases, calibrator, tmp_path)
+    moved = (calibrator(case.logits).argmax(1) != case.logits.argmax(1))[0] & case.valid[0]
+    assert bool(moved.any())
+    kept, ignored = np.array((226, 232, 236)), np.array((128, 128, 128))
+    flips, error = panel(entry, "flips", tmp_path), panel(entry, "error", tmp_path)
+    np.testing.assert_array_equal((flips != kept).any(-1) & (flips != ignored).any(-1), moved.numpy())
+    np.testing.assert_array_equal((flips == ignored).all(-1), ~case.valid[0].numpy())
+    wrong = (case.logits.argmax(1) != case.labels)[0] & case.valid[0]
+    np.testing.assert_array_equal((error == (200, 50, 40)).all(-1), wrong.numpy())
+
+
+def test_volumes_are_shown_in_slices_and_large_images_thinned(tmp_path):
+    volumes = scenes(1, size=(20, 24, 32), num_classes=4)
+    (entry,) = drawn(volumes, None, tmp_path)
+    places = [one["index"] for one in entry["slices"]]
+    assert len(places) == SLICES
+    assert places[0] == 0
+    assert places[-1] == 19
+    assert [one["name"] for one in entry["slices"][0]["panels"]] == [
+        "image", "label", "prediction", "confidence before", "error"
+    ]  # fmt: skip
+    expected = volumes[0].labels[0, 19]
+    shown = panel(entry, "label", tmp_path, place=7)
+    assert len(np.unique(shown.reshape(-1, 3), axis=0)) == len(torch.unique(expected))
+    (large,) = drawn(scenes(1, size=(16, 700)), None, tmp_path / "large")
+    assert max(panel(large, "label", tmp_path / "large").shape) <= PIXELS
+    assert large["shape"] == [16, 700]
+
+
+@pytest.mark.parametrize("count", [1, 12, 13, 500])
+def test_worst_middle_and_best_are_chosen_once_each(count):
+    ece = {f"case{i}": i / count for i in range(count)}
+    chosen = [name for name, _ in chosen_cases(ece)]
+    assert len(chosen) == len(set(chosen)) == min(count, CASES)
+    assert chosen[0] == f"case{count - 1}"
+    assert chosen[-1] == "case0"
+
+
+def test_undefined_values_do_not_come_first():
+    assert chosen_cases({"a": float("nan"), "b": 0.1})[0][0] == "b"
