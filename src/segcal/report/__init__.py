@@ -1,0 +1,43 @@
+"""A study as one page that a person can read: ``results.json`` in, a self-contained ``index.html`` out. Needs no torch.
+
+The page is a template, a style sheet and scripts in ``assets/``, with the study embedded as JSON. It loads nothing, so
+it opens from disk, from a mail or from a server alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from segcal.files import atomic_path
+from segcal.report.figures import write_figures
+from segcal.report.page import page
+from segcal.report.payload import payload
+from segcal.report.study import read_study
+
+__all__ = ["write_report"]
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write ``index.html`` and ``figures/`` beside the ``results.json`` of a study; returns the path of the page.
+
+    Figures need the extra ``plots``; without it the page says so and is complete otherwise. Pictures of cases
+    (``browser/*.png``) are embedded as far as the page stays small enough to open anywhere.
+
+    Args:
+        folder: What ``segcal.compare`` wrote.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_report(folder)
+        Traceback (most recent call last):
+        segcal.errors.DataError: ...results.json: is not there; expected the results of segcal compare...
+    """
+    folder = Path(folder)
+    study = read_study(folder / "results.json")
+    figures, notes = write_figures(study, folder / "figures")
+    path = folder / "index.html"
+    text = page(payload(study, folder, figures=figures, notes=notes), title=str(study["about"]["title"]))
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return path

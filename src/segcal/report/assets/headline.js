@@ -1,0 +1,240 @@
+// What was wrong, what fixes it, how sure we are, and what to do next.
+const VERDICTS = {
+  overconfident: "The network is too sure of itself.",
+  underconfident: "The network is less sure than it should be.",
+  balanced: "On average the network is as sure as it is right.",
+  undefined: "How sure the network is could not be compared with how often it is right.",
+};
+
+function headlineSection() {
+  const { recommendation } = study;
+  const advised = recommendation.method;
+  const notices = [...new Set([...recommendation.caveats, ...study.warnings])];
+  return html(
+    "section",
+    { id: "top", class: "headline" },
+    html("p", { class: "eyebrow" }, "Calibration study"),
+    html("h1", {}, study.about.title || data.name),
+    html("p", { class: "facts" }, factsLine()),
+    html("p", { class: "verdict" }, verdictText(advised)),
+    cards(),
+    after !== BASELINE ? html("p", { class: "fine" }, afterText(advised)) : null,
+    html(
+      "div",
+      { class: "advice" },
+      html(
+        "div",
+        { class: "words" },
+        recommendation.sentences.length ? html("h3", {}, "The evidence") : null,
+        html(
+          "ul",
+          {},
+          recommendation.sentences.map((sentence) => html("li", {}, sentence)),
+        ),
+      ),
+      html("div", {}, advised && advised !== BASELINE ? deployBox(advised) : null, noticeBox(notices)),
+    ),
+  );
+}
+
+function factsLine() {
+  const created = study.timings?.created;
+  return [
+    data.name,
+    plural(data.cases, "case"),
+    `${whole(data.num_classes)} classes`,
+    data.spatial_rank === 3 ? "3D" : "2D",
+    data.members ? plural(data.members, "ensemble member") : null,
+    plural(working.length - 1, "method"),
+    plural(study.splits.length, "repeat"),
+    created ? created.slice(0, 10) : null,
+  ]
+    .filter(Boolean)
+    .join(" · ");
+}
+
+function verdictText(advised) {
+  const wrong = VERDICTS[study.diagnosis[BASELINE]?.set?.verdict] ?? VERDICTS.undefined;
+  if (!advised) return `${wrong} No method met the constraints.`;
+  if (advised === BASELINE) return `${wrong} Nothing that was tried is clearly better than leaving it as it is.`;
+  const metric = firstMetric("ece", "nll");
+  const change = lookUp(differences, advised, mainRegion, metric);
+  const before = numeric(lookUp(summaries, BASELINE, mainRegion, metric)?.mean);
+  const now = numeric(lookUp(summaries, advised, mainRegion, metric)?.mean);
+  const kept = flipped(advised) === 0 ? " and changes no label" : "";
+  if (change && numeric(change.high) < 0 && before > 0) {
+    const removed = Math.round(100 * (1 - now / before));
+    return `${wrong} ${nameOf(advised)} removes ${removed}% of its ${metric === "ece" ? "calibration error" : metricName(metric)}${kept}.`;
+  }
+  return `${wrong} ${nameOf(advised)} is recommended${kept}, but these cases do not show for certain that ${metricName(metric)} improves.`;
+}
+
+function afterText(advised) {
+  const name = `Before is the network as it is, after is ${nameOf(after)}`;
+  const means = "numbers are means over test cases that played no part in fitting";
+  return after === advised
+    ? `${name}; ${means}.`
+    : `${name}, the best on validation cases though not recommended; ${means}.`;
+}
+
+function flipped(key) {
+  const row = lookUp(flips, key);
+  return row ? row.harmful + row.beneficial + row.neutral : NaN;
+}
+
+function cards() {
+  const before = totals(lookUp(reliabilities, BASELINE, mainRegion, null));
+  const now = totals(lookUp(reliabilities, after, mainRegion, null));
+  const own = after !== BASELINE;
+  const moved = lookUp(flips, after);
+  return html(
+    "div",
+    { class: "cards" },
+    before.count
+      ? html(
+          "div",
+          { class: "card" },
+          html("h3", {}, "How sure, how often right"),
+          html("dl", { class: "pairs" }, pair("Before", before), own ? pair("After", now) : null),
+          html("p", { class: "fine" }, `Mean confidence and accuracy over ${shortCount(before.count)} test ${voxels}.`),
+        )
+      : null,
+    [firstMetric("ece"), firstMetric("nll")]
+      .filter((id, index, all) => id && all.indexOf(id) === index)
+      .map((id) => numberCard(id, own)),
+    own && moved
+      ? html(
+          "div",
+          { class: "card" },
+          html("h3", {}, "Labels changed"),
+          html("p", { class: "big" }, flipped(after) === 0 ? "None" : share(flipped(after), moved.compared)),
+          html(
+            "p",
+            { class: "fine" },
+            flipped(after) === 0
+              ? `The mask stays exactly as it was, in all ${shortCount(moved.compared)} test ${voxels}.`
+              : `${whole(moved.harmful)} for the worse, ${whole(moved.beneficial)} for the better, ${whole(moved.neutral)} from wrong to wrong, of ${shortCount(moved.compared)}.`,
+          ),
+        )
+      : null,
+  );
+}
+
+function pair(when, { sure, right }) {
+  return [
+    html("dt", {}, when),
+    html(
+      "dd",
+      {},
+      html("span", { class: "middle" }, share(sure, 1)),
+      " sure, ",
+      html("span", { class: "middle" }, share(right, 1)),
+      " right",
+    ),
+  ];
+}
+
+function numberCard(metric, own) {
+  const before = lookUp(summaries, BASELINE, mainRegion, metric);
+  const now = lookUp(summaries, after, mainRegion, metric);
+  if (!before || !now || Number.isNaN(numeric(before.mean))) return null;
+  const decimals = decimalsFor([before.mean]);
+  const values = own ? [caseValues(BASELINE, mainRegion, metric), caseValues(after, mainRegion, metric)] : [];
+  const count = values[0] && values[1] ? improved(metric, values[0], values[1]) : null;
+  const range = (row) => `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`;
+  return html(
+    "div",
+    { class: "card" },
+    html("h3", {}, metricName(metric)),
+    html(
+      "p",
+      { class: "big" },
+      html("span", { class: own ? "was" : "now" }, fixed(before.mean, decimals)),
+      own
+        ? [
+            html("span", { class: "arrow", "aria-label": "to" }, "→"),
+            html("span", { class: "now" }, fixed(now.mean, decimals)),
+          ]
+        : null,
+    ),
+    html(
+      "p",
+      { class: "fine" },
+      own ? `95% intervals ${range(before)}, then ${range(now)}.` : `95% interval ${range(before)}.`,
+    ),
+    count ? html("p", { class: "fine strong" }, `Better in ${count.better} of ${count.total} cases.`) : null,
+  );
+}
+
+function improved(metric, before, now) {
+  let better = 0,
+    total = 0;
+  before.forEach((value, index) => {
+    const change = badness(metric, now[index]) - badness(metric, value);
+    if (Number.isNaN(change)) return;
+    total += 1;
+    better += change < 0;
+  });
+  return { better, total };
+}
+
+function deployBox(advised) {
+  const { file } = study.recommendation;
+  const { pooling } = methodOf.get(advised);
+  const how = {
+    probs: "with the members' probabilities averaged",
+    logits: "with the members' logits averaged",
+    single: "for a single model, not the ensemble",
+  }[pooling];
+  if (!file)
+    return html(
+      "aside",
+      { class: "deploy" },
+      html("h3", {}, "Use it"),
+      html("p", {}, `Fit it with segcal fit --method ${methodOf.get(advised).id}; this study did not save it.`),
+    );
+  const command = `segcal apply ${file} NEW_DATA/ -o calibrated/`;
+  const button = html("button", { type: "button", class: "quiet", on: { click: () => copy(command, button) } }, "Copy");
+  return html(
+    "aside",
+    { class: "deploy" },
+    html("h3", {}, "Use it"),
+    html(
+      "p",
+      {},
+      `${nameOf(advised)}, fitted on the calibration and validation cases, is saved beside this page as `,
+      html("a", { href: file, download: true }, file),
+      how ? ` (${how})` : "",
+      ". In this folder, run",
+    ),
+    html("div", { class: "command" }, commandLine(command), button),
+  );
+}
+
+function copy(text, button) {
+  const done = () => {
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1600);
+  };
+  // Pages opened from disk may not use the clipboard: then the text is selected, ready to be copied by hand.
+  const select = () => getSelection().selectAllChildren(button.previousElementSibling);
+  navigator.clipboard ? navigator.clipboard.writeText(text).then(done, select) : select();
+}
+
+function noticeBox(texts) {
+  if (!texts.length) return null;
+  const items = (some) =>
+    html(
+      "ul",
+      {},
+      some.map((text) => html("li", {}, text)),
+    );
+  const [first, rest] = [texts.slice(0, 6), texts.slice(6)];
+  return html(
+    "aside",
+    { class: "notice" },
+    html("h3", {}, "Before you rely on this"),
+    items(first),
+    rest.length ? html("details", {}, html("summary", {}, `${rest.length} more`), items(rest)) : null,
+  );
+}

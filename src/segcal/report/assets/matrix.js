@@ -1,0 +1,48 @@
+// All metrics of all methods at once, as a paper would print them.
+function allMetrics({ region }) {
+  const rowOf = (method, id) => lookUp(summaries, method.key, region, id);
+  const columns = measured
+    .filter(({ id }) => working.some((method) => rowOf(method, id)))
+    .map((metric) => {
+      const means = working.map((method) => rowOf(method, metric.id)?.mean);
+      const decimals = decimalsFor(means);
+      const known = means.map((mean) => badness(metric.id, mean)).filter((value) => !Number.isNaN(value));
+      // Values that print the same are equally good.
+      const best = metric.better === "neither" ? null : fixed(Math.min(...known), decimals);
+      return { metric, decimals, best };
+    });
+  const cell = (method, { metric, decimals, best }) => {
+    const row = rowOf(method, metric.id);
+    if (!row) return html("td", {}, "–");
+    return html(
+      "td",
+      { class: fixed(badness(metric.id, row.mean), decimals) === best ? "best" : "" },
+      html("span", {}, fixed(row.mean, decimals)),
+      html("span", { class: "fine" }, `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`),
+    );
+  };
+  const heads = columns.map(({ metric }) =>
+    html("th", { scope: "col" }, metric.name, html("span", { class: "fine" }, direction(metric.id))),
+  );
+  return scrolling(
+    "All metrics of all methods",
+    html(
+      "table",
+      { class: "matrix" },
+      html("caption", {}, `${regionName(region)}. The best mean of each column is marked.`),
+      html("thead", {}, html("tr", {}, html("th", { scope: "col", class: "text" }, "Method"), heads)),
+      html(
+        "tbody",
+        {},
+        working.map((method) =>
+          html(
+            "tr",
+            {},
+            html("th", { scope: "row" }, method.name),
+            columns.map((column) => cell(method, column)),
+          ),
+        ),
+      ),
+    ),
+  );
+}

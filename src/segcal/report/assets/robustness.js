@@ -1,0 +1,155 @@
+// Other conditions: shifted data, other numbers of bins, of calibration cases, of ensemble members.
+function shiftSection() {
+  if (!study.shift?.length) return null;
+  const conditions = [
+    { name: "as fitted", table: summaries },
+    ...study.shift.map((each) => ({ name: each.name, table: tableOf(each.summary, "method", "region", "metric") })),
+  ];
+  const known = (id) => study.shift.some((each) => each.summary.some((row) => row.metric === id));
+  const metrics = metricOptions.filter(([id]) => known(id));
+  if (!metrics.length) return null;
+  let metric = metrics.some(([id]) => id === "ece") ? "ece" : metrics[0][0];
+  const rowOf = (key, index) => lookUp(conditions[index].table, key, mainRegion, metric);
+  const drawn = lineChart(() => ({
+    label: `${metricName(metric)} on shifted data. Arrow keys walk through the points.`,
+    stops: conditions.map(({ name }) => ({ text: name, short: clipped(name, 16) })),
+    yLabel: metricName(metric),
+    value: (key, index) => rowOf(key, index)?.mean,
+    rows: (key, index) => {
+      const row = rowOf(key, index);
+      const decimals = decimalsFor([row.mean]);
+      return [
+        [metricName(metric), fixed(row.mean, decimals)],
+        ["95% interval", `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`],
+      ];
+    },
+  }));
+  const place = html("div", {});
+  const refresh = () => {
+    const decimals = decimalsFor(working.map((method) => rowOf(method.key, 0)?.mean));
+    place.replaceChildren(
+      scrolling(
+        "Clean and shifted side by side",
+        html(
+          "table",
+          {},
+          html("caption", {}, `${metricName(metric)}: ${direction(metric)}.`),
+          html(
+            "thead",
+            {},
+            html(
+              "tr",
+              {},
+              html("th", { scope: "col", class: "text" }, "Method"),
+              conditions.map(({ name }) => html("th", { scope: "col" }, name)),
+            ),
+          ),
+          html(
+            "tbody",
+            {},
+            working.map((method) =>
+              html(
+                "tr",
+                {},
+                html("th", { scope: "row" }, method.name),
+                conditions.map((_, index) => html("td", {}, fixed(rowOf(method.key, index)?.mean, decimals))),
+              ),
+            ),
+          ),
+        ),
+      ),
+    );
+    drawn.redraw();
+  };
+  refresh();
+  return section(
+    "shift",
+    "When the data changes",
+    "The same calibrators, fitted on the clean data and left as they are, on data that looks different.",
+    controls(
+      chooser("Metric", metrics, metric, (id) => {
+        metric = id;
+        refresh();
+      }),
+    ),
+    methodChips(),
+    drawn.host,
+    html("details", {}, html("summary", {}, "All methods as a table"), place),
+  );
+}
+
+const SENSITIVITY = {
+  bins: [
+    "bins",
+    "Number of bins of the ECE",
+    "The measured ECE depends on how finely confidence is binned; the order of the methods should not.",
+  ],
+  size: ["images", "Calibration cases", "How many cases a method needs before it is worth having."],
+  members: ["members", "Ensemble members", "Whether more members change what calibration is needed."],
+};
+
+function sensitivitySection() {
+  const kinds = Object.keys(SENSITIVITY).filter((kind) => study.sensitivity?.[kind]?.length);
+  if (!kinds.length) return null;
+  const state = { kind: kinds[0], metric: "ece" };
+  const words = html("p", { class: "lead" });
+  const hasLoss = () => study.sensitivity[state.kind].some((row) => row.nll !== undefined);
+  const drawn = lineChart(() => {
+    const [field, title] = SENSITIVITY[state.kind];
+    const rows = study.sensitivity[state.kind];
+    const metric = hasLoss() ? state.metric : "ece";
+    const stops = [...new Set(rows.map((row) => row[field]))].sort((a, b) => a - b);
+    const found = tableOf(rows, "method", field);
+    const rowOf = (key, index) => lookUp(found, key, stops[index]);
+    return {
+      label: `${metric.toUpperCase()} by ${title.toLowerCase()}. Arrow keys walk through the points.`,
+      stops: stops.map((at) => ({ at, text: String(at) })),
+      log: stops[0] > 0 && stops[stops.length - 1] / stops[0] > 4,
+      xLabel: title,
+      yLabel: metric.toUpperCase(),
+      value: (key, index) => rowOf(key, index)?.[metric],
+      rows: (key, index) =>
+        ["ece", "nll"]
+          .filter((id) => rowOf(key, index)?.[id] !== undefined)
+          .map((id) => [id.toUpperCase(), brief(rowOf(key, index)[id])]),
+    };
+  });
+  const metricChooser = segments(
+    "Measure",
+    [
+      ["ece", "ECE"],
+      ["nll", "NLL"],
+    ],
+    state.metric,
+    (metric) => {
+      state.metric = metric;
+      refresh();
+    },
+  );
+  const refresh = () => {
+    words.textContent = SENSITIVITY[state.kind][2];
+    metricChooser.hidden = !hasLoss();
+    drawn.redraw();
+  };
+  refresh();
+  return section(
+    "sensitivity",
+    "Does it hang on our choices?",
+    null,
+    words,
+    controls(
+      segments(
+        "Vary",
+        kinds.map((kind) => [kind, SENSITIVITY[kind][1]]),
+        state.kind,
+        (kind) => {
+          state.kind = kind;
+          refresh();
+        },
+      ),
+      metricChooser,
+    ),
+    methodChips(),
+    drawn.host,
+  );
+}

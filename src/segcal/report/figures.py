@@ -1,0 +1,164 @@
+"""The main charts as files for a paper: PNG and SVG, in the style of ``segcal.plots``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BASELINE = "uncalibrated"
+_ACCENT = "#0D6E66"
+_INTERVAL_METRICS = ("nll", "ece", "ba-ece", "brier")
+_QUALITY = ("dsc", "miou", "accuracy")
+
+
+def write_figures(study: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
+    """Draw every figure the study has numbers for: their names, and a remark where they could not be drawn."""
+    try:
+        # segcal.plots works on torch's statistics; the page itself must not need it.
+        from segcal.plots import style
+
+        drawn = list(_figures(study))
+    except ImportError as error:
+        return [], [f"No figures were written to files: {error}"]
+    for name, figure in drawn:
+        for suffix in ("png", "svg"):
+            style.save(figure, folder / f"{name}.{suffix}")
+    return [name for name, _ in drawn], []
+
+
+def _figures(study: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    after = _after(study)
+    summary = {(row["method"], row["region"], row["metric"]): row for row in study["summary"]}
+    regions = list(dict.fromkeys(row["region"] for row in study["summary"]))
+    yield from _reliability(study, after, regions)
+    if not regions:
+        return
+    region = "everything" if "everything" in regions else regions[0]
+    rows = {(method, metric): row for (method, where, metric), row in summary.items() if where == region}
+    names = {metric["id"]: metric["name"] for metric in study["metrics"]}
+    shown = [metric for metric in _INTERVAL_METRICS if any(metric == found for _, found in rows)]
+    if shown:
+        yield "methods", _methods(study, rows, {metric: names.get(metric, metric) for metric in shown}, after)
+    quality = next((metric for metric in _QUALITY if (_BASELINE, metric) in rows), None)
+    if quality and (_BASELINE, "ece") in rows:
+        yield "tradeoff", _tradeoff(rows, quality, names.get(quality, quality), after)
+    if study["bands"]:
+        yield "bands", _bands(study, after)
+
+
+def _after(study: Mapping[str, Any]) -> str:
+    working = [method["key"] for method in study["methods"] if method["status"] == "ok"]
+    wanted = (study["recommendation"].get("method"), study["recommendation"].get("best"), working[-1])
+    return next((key for key in wanted if key in working and key != _BASELINE), _BASELINE)
+
+
+def _reliability(study: Mapping[str, Any], after: str, regions: Sequence[str]) -> Iterator[tuple[str, Figure]]:
+    from segcal.metrics.reliability import Reliability
+    from segcal.plots import reliability_diagram
+
+    found = {
+        (row["method"], row["region"]): Reliability(
+            np.array(row["count"], np.int64), np.array(row["confidence"], np.float64), np.array(row["correct"])
+        )
+        for row in study["reliability"]
+        if row["class"] is None and row["method"] in (_BASELINE, after)
+    }
+    for region in regions:
+        own, before = found.get((after, region)), found.get((_BASELINE, region))
+        if own is not None and before is not None:
+            title = _names(study)[after]
+            # Regions may be named by the user; files must not leave the folder.
+            safe = re.sub(r"[^\w-]+", "-", region)
+            yield f"reliability-{safe}", reliability_diagram(own, before=before, title=f"{title}, {region}")
+
+
+def _names(study: Mapping[str, Any]) -> dict[str, str]:
+    return {method["key"]: method["name"] for method in study["methods"]}
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _colour(key: str, after: str) -> str:
+    from segcal.plots import style
+
+    return _ACCENT if key == after else style.MUTED if key == _BASELINE else style.INK
+
+
+def _methods(
+    study: Mapping[str, Any], rows: Mapping[tuple[str, str], Mapping[str, Any]], shown: Mapping[str, str], after: str
+) -> Figure:
+    """Dots with 95% intervals, one panel per metric, methods sorted by the first."""
+    from segcal.plots import style
+
+    first = next(iter(shown))
+    keys = sorted(
+        {method for method, metric in rows if metric == first and not math.isnan(_number(rows[method, first]["mean"]))},
+        key=lambda key: _number(rows[key, first]["mean"]),
+    )
+    names = _names(study)
+    canvas = style.canvas(None, 2.2 + 2.1 * len(shown), 0.9 + 0.26 * len(keys))
+    grid = canvas.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for ax, (metric, name) in zip(grid, shown.items(), strict=True):
+        for place, key in enumerate(keys):
+            _interval(ax, rows.get((key, metric)), float(place), _colour(key, after))
+        baseline = _number(rows[_BASELINE, metric]["mean"]) if (_BASELINE, metric) in rows else math.nan
+        ax.axvline(baseline, color=style.FAINT, linewidth=1, linestyle="--", zorder=1)
+        style.tidy(ax, title=name)
+    grid[0].set_yticks(range(len(keys)), [style.shortened(names[key], 36) for key in keys])
+    grid[0].invert_yaxis()
+    return style.root(canvas)
+
+
+def _interval(ax: Axes, row: Mapping[str, Any] | None, place: float, colour: str) -> None:
+    if row is not None:
+        ax.plot([_number(row["low"]), _number(row["high"])], [place, place], color=colour, linewidth=1.4, zorder=2)
+        ax.plot([_number(row["mean"])], [place], "o", color=colour, markersize=4.5, zorder=3)
+
+
+def _tradeoff(rows: Mapping[tuple[str, str], Mapping[str, Any]], quality: str, name: str, after: str) -> Figure:
+    from segcal.plots import class_colours, style
+
+    keys = [key for key in dict.fromkeys(method for method, _ in rows) if {(key, "ece"), (key, quality)} <= rows.keys()]
+    canvas = style.canvas(None, 5.6, 3.8)
+    ax = canvas.subplots()
+    for index, (key, colour) in enumerate(zip(keys, class_colours(len(keys)), strict=True)):
+        x, y = (_number(rows[key, metric]["mean"]) for metric in ("ece", quality))
+        # Methods that keep every label lie side by side: names beside the marks would cover each other.
+        size = 8 if key == after else 5.5
+        ax.plot([x], [y], "osD^v"[index % 5], color=colour, markersize=size, linestyle="none", label=key, zorder=3)
+    ax.grid(color=style.IGNORED, linewidth=0.8, zorder=0)
+    style.tidy(ax, xlabel="ECE (lower is better)", ylabel=name)
+    canvas.legend(loc="outside right upper", fontsize=style.SMALL, frameon=False, labelcolor=style.INK)
+    return style.root(canvas)
+
+
+def _bands(study: Mapping[str, Any], after: str) -> Figure:
+    from segcal.plots import style
+
+    bands = {row["band"]: row for row in study["bands"]}
+    canvas = style.canvas(None, 5.0, 3.4)
+    ax = canvas.subplots()
+    for key in dict.fromkeys((_BASELINE, after)):
+        own = {row["band"]: _number(row["ece"]) for row in study["bands"] if row["method"] == key}
+        values = [own.get(band, math.nan) for band in bands]
+        ax.plot(range(len(bands)), values, "o-", color=_colour(key, after), label=_names(study)[key], markersize=4.5)
+    ends = [
+        f"{row['low']:g}+" if row["high"] is None else f"{row['low']:g} to {row['high']:g}" for row in bands.values()
+    ]
+    ax.set_xticks(range(len(bands)), ends)
+    ax.set_ylim(bottom=0)
+    ax.legend(fontsize=style.SMALL, frameon=False, labelcolor=style.INK)
+    unit = next(iter(bands.values()))["unit"]
+    style.tidy(ax, xlabel=f"distance to the nearest boundary ({unit})", ylabel="ECE")
+    return style.root(canvas)

@@ -1,0 +1,132 @@
+"""What the page needs to know of a study, in few bytes: rounded numbers, packed values per case, pictures as text."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from segcal.report.pictures import embed_pictures
+
+# Together with the charts' numbers these keep the page below 15 MB, which mail and phones still take.
+MOST_CASE_BYTES = 4_000_000
+
+_UNDEFINED, _INFINITE, _LARGEST = 65535, 65534, 65533
+_AS_THEY_ARE = (
+    "about", "metrics", "methods", "splits", "fits", "summary", "differences", "ranks", "sum_rank", "mean_case_rank",
+    "flips", "bands", "diagnosis", "recommendation", "warnings", "sensitivity", "timings",
+)  # fmt: skip
+_FILES = (
+    ("results.json", "every number of this page"),
+    ("tables.csv", "the summary as a table"),
+    ("tables.tex", "the summary as a LaTeX table"),
+    ("calibrator.safetensors", "the recommended calibrator, for segcal apply"),
+)
+_DEFAULTS: dict[str, Any] = {"fits": [], "sum_rank": {}, "warnings": [], "sensitivity": {}, "timings": {}}
+
+
+def payload(
+    study: Mapping[str, Any], folder: Path, *, figures: Sequence[str] = (), notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The study as the scripts of the page read it.
+
+    Args:
+        study: What ``read_study`` gave.
+        folder: Where the pictures of cases are.
+        figures: Names of the figures that were drawn, without their endings.
+        notes: Remarks to show at the end of the page.
+    """
+    cases, left_out = pack_cases(study)
+    browser, remarks = embed_pictures(study.get("browser") or [], folder)
+    if left_out:
+        remarks.append(
+            f"Values per case of {left_out} combinations of metric and region are only in results.json, as this page "
+            "would become too large."
+        )
+    shift = study.get("shift") or []
+    # The page shows shifted data beside the regions.
+    shifted = [{**row, "region": f"shifted: {each['name']}"} for each in shift for row in each.get("reliability") or []]
+    result = {name: study.get(name, _DEFAULTS.get(name)) for name in _AS_THEY_ARE}
+    result.update(
+        reliability=[_reliability(row) for row in (*study["reliability"], *shifted)],
+        cases=cases,
+        browser=browser,
+        shift=[{"name": each["name"], "summary": each["summary"]} for each in shift],
+        files=[[name, what] for name, what in _FILES if (folder / name).is_file()],
+        figures=figures,
+        notes=[*notes, *remarks],
+    )
+    rounded: dict[str, Any] = _rounded(result)
+    return rounded
+
+
+def pack_cases(study: Mapping[str, Any], *, most_bytes: int = MOST_CASE_BYTES) -> tuple[dict[str, Any], int]:
+    """Values of every case, mean over the repeats that tested it, as 16-bit codes; and how many blocks were left out.
+
+    A block holds one metric in one region, methods x cases, little-endian: ``value = low + step * code``. 65535 is
+    undefined and 65534 infinite. Beyond ``most_bytes``, later regions go first.
+    """
+    methods = [method["key"] for method in study["methods"]]
+    ids = list(dict.fromkeys(name for split in study["splits"] for name in split["test"]))
+    place = {name: index for index, name in enumerate(ids)}
+    row = {key: index for index, key in enumerate(methods)}
+    tested = [np.array([place[name] for name in split["test"]], np.intp) for split in study["splits"]]
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for entry in study["cases"]:
+        groups.setdefault((entry["region"], entry["metric"]), []).append(entry)
+    blocks: list[dict[str, Any]] = []
+    regions = list(dict.fromkeys(region for region, _ in groups))
+    order = sorted(groups, key=lambda name: regions.index(name[0]))
+    fitting = max(1, int(most_bytes // max(1, 8 * len(methods) * len(ids) / 3)))
+    for region, metric in order[:fitting]:
+        total = np.zeros((len(methods), len(ids)))
+        count = np.zeros((len(methods), len(ids)))
+        for entry in groups[region, metric]:
+            values = np.array([_number(value) for value in entry["values"]])
+            where = tested[entry["repeat"]]
+            defined = ~np.isnan(values)
+            np.add.at(total, (row[entry["method"]], where[defined]), values[defined])
+            np.add.at(count, (row[entry["method"]], where[defined]), 1)
+        mean = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+        blocks.append({"region": region, "metric": metric, **_codes(mean)})
+    return {"methods": methods, "ids": ids, "blocks": blocks}, len(order) - len(blocks)
+
+
+def _codes(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    step = (high - low) / _LARGEST
+    codes = np.full(values.shape, _UNDEFINED, "<u2")
+    codes[np.isinf(values)] = _INFINITE
+    known = np.isfinite(values)
+    codes[known] = np.rint((values[known] - low) / step) if step else 0
+    return {"low": low, "step": step, "codes": base64.b64encode(codes.tobytes()).decode()}
+
+
+def _reliability(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Means instead of sums: a few digits of them are enough to draw."""
+    count = [int(value) for value in row["count"]]
+    mean = {
+        name: [None if not n else round(_number(value) / n, 5) for value, n in zip(row[sums], count, strict=True)]
+        for name, sums in (("confidence", "confidence"), ("accuracy", "correct"))
+    }
+    return {"method": row["method"], "region": row["region"], "class": row["class"], "count": count, **mean}
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits, and null and texts where JSON has no number."""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return str(value) if math.isinf(value) else float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

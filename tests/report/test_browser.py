@@ -1,0 +1,408 @@
+"""The page in a real browser, as people use it: Debian's Chromium without a window.
+
+Without Chromium these tests skip; where ``SEGCAL_REQUIRE_CHROMIUM=1`` they fail instead.
+"""
+
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager
+
+import pytest
+
+from report.example import HOSTILE, write
+from segcal.report import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    required = os.environ.get("SEGCAL_REQUIRE_CHROMIUM") == "1"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        if required:
+            raise
+        pytest.skip("playwright is not installed: pip install playwright")
+    if CHROMIUM is None:
+        if required:
+            pytest.fail("SEGCAL_REQUIRE_CHROMIUM is set, but there is no Chromium")
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+def volumes(folder):
+    return write(folder, cases=24, slices=4)
+
+
+def images(folder):
+    return write(folder, cases=10, rank=2, methods=3, metrics=2)
+
+
+def bare(folder):
+    """The least a study can hold: nothing advised, one region, no pictures, all methods failed."""
+    study = write(folder, cases=8, methods=1, metrics=1, regions=("everything",), pictures=False)
+    study["recommendation"].update(method=None, best="uncalibrated", sentences=[], caveats=[], file=None)
+    study.update(reliability=[], bands=[], diagnosis={}, ranks=[], sum_rank={}, warnings=[], shift=None, flips=[])
+    study.update(sensitivity={}, cases=[], fits=[], timings={})
+    for row in study["summary"]:
+        row.update(mean=None, low=None, high=None, pooled=None)
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+def crowded(folder):
+    """Long names, many methods, classes and warnings."""
+    study = write(folder, cases=40, methods=20, classes=24, metrics=12, repeats=3)
+    study["warnings"] = [f"Warning {i}: {'very ' * 30}long and {'unbroken' * 20}" for i in range(12)]
+    for method in study["methods"][1:6]:
+        method["name"] += " with a name that goes on and on, " * 3
+    study["about"]["title"] = "A_title_without_any_space_" * 8
+    study["about"]["command"] = "segcal compare " + "/a/very/long/path" * 20
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+STUDIES = {make.__name__: make for make in (volumes, images, bare, crowded)}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Makes each report once: name to (address, document)."""
+    made = {}
+
+    def report(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            study = STUDIES[name](folder)
+            made[name] = write_report(folder).as_uri(), study
+        return made[name]
+
+    return report
+
+
+@contextmanager
+def opened(browser, address, **options):
+    """A page that must neither complain, nor open a dialog, nor load anything but itself."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
+    context.set_default_timeout(10_000)
+    page = context.new_page()
+    troubles = []
+    page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("dialog", lambda dialog: (troubles.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: None if request.url == address else troubles.append(request.url[:200]))
+    page.goto(address)
+    page.locator("footer").wait_for()
+    yield page
+    troubles = [trouble for trouble in troubles if not trouble.startswith("data:")]
+    context.close()
+    assert troubles == []
+
+
+def scroll_to_end(page):
+    """Charts draw when they have a size; pass all of them."""
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    page.wait_for_function("[...document.querySelectorAll('.chart')].every(c => c.firstChild || !c.clientWidth)")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_complaint_and_no_sideways_scrolling(browser, reports, name, width):
+    with opened(browser, reports(name)[0], viewport={"width": width, "height": 844}) as page:
+        for details in page.locator("details").all():
+            details.evaluate("each => { each.open = true; }")
+        scroll_to_end(page)
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        page.get_by_role("radio", name="All metrics").check()
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        beyond = page.evaluate(
+            """() => [...document.querySelectorAll("main *")].filter((each) => {
+                 if (each.closest(".scroll, .unseen") || !each.getClientRects().length) return false;
+                 const box = each.getBoundingClientRect();
+                 return box.right > document.documentElement.clientWidth + 1 || box.left < -1;
+               }).map((each) => each.outerHTML.slice(0, 120))"""
+        )
+        assert beyond == []
+
+
+def test_sections_come_in_order(browser, reports):
+    with opened(browser, reports("volumes")[0]) as page:
+        ids = page.locator("main > section").evaluate_all("all => all.map((each) => each.id)")
+        assert ids == [
+            "top", "methods", "reliability", "boundary", "tradeoff", "cases", "browser", "diagnosis", "statistics",
+            "shift", "sensitivity", "definitions",
+        ]  # fmt: skip
+        links = page.locator("nav a").evaluate_all("all => all.map((each) => each.hash.slice(1))")
+        assert links == ids
+
+
+def test_the_headline_says_what_how_and_how_sure(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        text = page.locator("#top").inner_text()
+        assert "too sure of itself" in text
+        assert "changes no label" in text
+        for sentence in study["recommendation"]["sentences"] + study["recommendation"]["caveats"] + study["warnings"]:
+            assert sentence in text
+        assert "segcal apply calibrator.safetensors NEW_DATA/ -o calibrated/" in re.sub(r"\s+", " ", text)
+        rows = {row["method"]: row for row in study["summary"] if row["region"] + row["metric"] == "everythingece"}
+        for method in ("uncalibrated", "cms-op"):
+            assert f"{rows[method]['mean']:.4f}" in text
+            assert f"{rows[method]['low']:.4f} to {rows[method]['high']:.4f}" in text
+
+
+def means(study, metric, region="everything"):
+    rows = [row for row in study["summary"] if (row["region"], row["metric"]) == (region, metric)]
+    return {row["method"]: row["mean"] for row in rows}
+
+
+def keys(page):
+    return page.locator("#methods tbody tr").evaluate_all("all => all.map((each) => each.dataset.method)")
+
+
+@pytest.mark.parametrize(("column", "field"), [("parameters", "parameters"), ("value", "mean"), ("name", "name")])
+def test_the_table_sorts_both_ways(browser, reports, column, field):
+    address, study = reports("volumes")
+    working = [method for method in study["methods"] if method["status"] == "ok"]
+    value = means(study, "ece") if field == "mean" else {method["key"]: method[field] for method in working}
+    with opened(browser, address) as page:
+        head = page.locator(f'#methods th[data-column="{column}"]')
+        if head.get_attribute("aria-sort") is None:
+            head.get_by_role("button").click()
+        assert head.get_attribute("aria-sort") == "ascending"
+        up = [value[key] for key in keys(page)[:-1]]
+        head.get_by_role("button").press("Enter")
+        assert head.get_attribute("aria-sort") == "descending"
+        down = [value[key] for key in keys(page)[:-1]]
+        fold = str.lower if column == "name" else lambda number: number
+        assert up == sorted(value.values(), key=fold)
+        assert down == sorted(value.values(), key=fold, reverse=True)
+        assert keys(page)[-1] == "meta-cal"  # what failed stays last, with its reason
+        assert "no correct voxel of class 3" in page.locator("#methods tr.failed").inner_text()
+
+
+def test_best_comes_first_also_where_higher_is_better(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        page.locator("#methods").get_by_label("Metric", exact=True).select_option("dsc")
+        dice = means(study, "dsc")
+        assert [dice[key] for key in keys(page)[:-1]] == sorted(dice.values(), reverse=True)
+
+
+def test_choosers_change_the_table(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        section = page.locator("#methods")
+        section.get_by_label("Metric", exact=True).select_option("nll")
+        section.get_by_label("Region", exact=True).select_option("boundary")
+        cell = section.locator('tr[data-method="ts"] td').first
+        assert float(cell.inner_text()) == pytest.approx(means(study, "nll", "boundary")["ts"], abs=6e-4)
+        page.get_by_role("radio", name="All metrics").check()
+        assert section.locator("table.matrix thead th").count() == 1 + len(study["metrics"])
+        page.get_by_role("radio", name="One metric").check()
+        assert section.locator("table.methods").count() == 1
+
+
+def point_at(page, locator):
+    """Moves the mouse to the middle of a mark, whatever lies above it."""
+    box = locator.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+
+
+def bins_of(study, method, label=None, region="everything"):
+    return next(
+        row for row in study["reliability"] if (row["method"], row["region"], row["class"]) == (method, region, label)
+    )
+
+
+def test_hovering_a_bin_shows_its_counts(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        chart = page.locator('#reliability [data-panel="before"] .chart svg')
+        chart.scroll_into_view_if_needed()
+        shade = chart.locator(".bin").nth(6).locator(".shade")  # the first bin is empty and not drawn
+        point_at(page, shade)
+        tip = page.locator("#tooltip")
+        count = bins_of(study, "uncalibrated")["count"][7]
+        assert f"{count:,}" in tip.inner_text()
+        assert "Confidence 46.7% to 53.3%" in tip.inner_text()
+        assert "Accuracy" in tip.inner_text()
+        page.mouse.move(5, 5)
+        tip.wait_for(state="hidden")
+
+
+def test_keys_walk_through_the_bins_and_are_spoken(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        page.locator('#reliability [data-panel="after"] .chart svg').focus()
+        counts = bins_of(study, "cms-op")["count"]
+        page.keyboard.press("ArrowRight")
+        first = page.locator("#spoken").inner_text()
+        page.keyboard.press("ArrowRight")
+        second = page.locator("#spoken").inner_text()
+        assert first != second
+        assert any(f"{count:,}" in second for count in counts)
+        page.keyboard.press("Escape")
+        page.locator("#tooltip").wait_for(state="hidden")
+
+
+def test_reliability_by_class_region_and_method(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        section = page.locator("#reliability")
+        facts = section.locator('[data-panel="after"] .facts-row')
+        seen = [facts.inner_text()]
+        section.get_by_label("Predicted class").select_option("2")
+        seen.append(facts.inner_text())
+        section.get_by_label("Region", exact=True).select_option("band-0-3")
+        seen.append(facts.inner_text())
+        section.get_by_label("After", exact=True).select_option("ts")
+        seen.append(facts.inner_text())
+        assert len(set(seen)) == 4
+        count = sum(bins_of(study, "ts", 2, "band-0-3")["count"])
+        assert f"{float(f'{count / 1e3:.3g}'):g}k voxels" in seen[-1]
+        # Shifted data has no classes: the chooser goes back to all of them.
+        section.get_by_label("Region", exact=True).select_option("shifted: fog strong")
+        assert section.get_by_label("Predicted class").input_value() == ""
+        assert section.get_by_label("Predicted class").locator("option:disabled").count() == 4
+        assert "sure" in facts.inner_text()
+
+
+def test_chips_add_and_remove_lines_everywhere(browser, reports):
+    with opened(browser, reports("volumes")[0]) as page:
+        scroll_to_end(page)
+        names = {}
+        for section in ("boundary", "shift", "sensitivity"):
+            names[section] = page.locator(f"#{section} .line-name").all_text_contents()
+            assert "vs" not in names[section]
+        page.locator("#boundary").get_by_role("checkbox", name="vs", exact=True).check()
+        page.locator("#boundary").get_by_role("checkbox", name="uncalibrated").uncheck()
+        for section in names:
+            shown = page.locator(f"#{section} .line-name").all_text_contents()
+            assert "vs" in shown
+            assert "uncalibrated" not in shown
+        before = page.locator("#boundary .axis-name").all_text_contents()
+        page.locator("#boundary").get_by_role("radio", name="NLL").check()
+        assert page.locator("#boundary .axis-name").all_text_contents() != before
+
+
+def test_every_method_is_in_the_trade_off(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        chart = page.locator("#tradeoff svg")
+        chart.scroll_into_view_if_needed()
+        working = {method["key"] for method in study["methods"] if method["status"] == "ok"}
+        assert set(chart.locator(".line-name").all_text_contents()) == working
+        point_at(page, chart.locator(".series-after .dot"))
+        assert page.locator("#tooltip strong").inner_text() == "Conditional matrix scaling, order kept"
+
+
+def test_pairs_name_their_case_and_open_its_pictures(browser, reports):
+    address, study = reports("volumes")
+    tested = {name for split in study["splits"] for name in split["test"]}
+    with opened(browser, address) as page:
+        section = page.locator("#cases")
+        section.scroll_into_view_if_needed()
+        assert section.locator(".case").count() == len(tested)
+        assert f"of {len(tested)} cases" in page.locator("#paired-words").inner_text()
+        section.locator("svg").focus()
+        names = set()
+        for _ in tested:
+            names.add(page.locator("#tooltip strong").inner_text())
+            page.keyboard.press("ArrowRight")
+        assert names == tested
+        section.get_by_role("button", name=HOSTILE).click()
+        assert HOSTILE in page.locator("#browser select option:checked").inner_text()
+
+
+def test_the_browser_steps_through_cases_and_slices(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        section = page.locator("#browser")
+        chosen = section.locator("select option:checked")
+        picture = section.locator("img").first
+        cases = [entry["case"] for entry in study["browser"]]
+        assert section.locator("img").count() == 8
+        assert picture.evaluate("each => each.decode().then(() => each.naturalWidth)") == 128
+        for name in (*cases[1:], cases[0]):
+            page.locator("#next-case").click()
+            assert chosen.inner_text().startswith(name)
+        page.locator("#previous-case").click()
+        assert chosen.inner_text().startswith(cases[-1])
+        slider = page.locator("#slice")
+        slider.fill("0")
+        seen = [picture.get_attribute("src")]
+        for _ in range(3):
+            slider.press("ArrowRight")
+            seen.append(picture.get_attribute("src"))
+        assert len(set(seen)) == 4
+        section.locator(".viewer").focus()
+        page.keyboard.press("ArrowDown")
+        assert picture.get_attribute("src") == seen[2]
+        page.keyboard.press("ArrowRight")
+        assert chosen.inner_text().startswith(cases[0])
+
+
+def test_images_have_no_slice_slider(browser, reports):
+    with opened(browser, reports("images")[0]) as page:
+        assert page.locator("#browser img").count() == 8
+        assert not page.locator("#slice").is_visible()
+
+
+def background(page):
+    text = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", text)[:3])) / 3
+
+
+def test_dark_follows_the_system_and_the_choice_is_remembered(browser, reports):
+    address = reports("images")[0]
+    with opened(browser, address, color_scheme="light") as page:
+        assert background(page) > 200
+    with opened(browser, address, color_scheme="dark") as page:
+        assert background(page) < 60
+        page.get_by_role("button", name="Switch to light colours").click()
+        assert background(page) > 200
+        page.reload()
+        page.locator("footer").wait_for()
+        assert background(page) > 200
+        page.get_by_role("button", name="Switch to dark colours").click()
+        assert background(page) < 60
+
+
+def test_statistics_and_sensitivity_switch(browser, reports):
+    with opened(browser, reports("volumes")[0]) as page:
+        scroll_to_end(page)
+        section = page.locator("#statistics")
+        before = section.locator(".row-name").all_text_contents()
+        section.get_by_label("Metric and region").select_option("dsc\nboundary")
+        assert section.locator(".row-name").all_text_contents() != before
+        section = page.locator("#sensitivity")
+        section.get_by_role("radio", name="Calibration cases").check()
+        assert "Calibration cases" in section.locator(".axis-name").all_text_contents()
+
+
+def test_every_control_has_a_name(browser, reports):
+    with opened(browser, reports("volumes")[0]) as page:
+        scroll_to_end(page)
+        nameless = page.evaluate(
+            """() => [...document.querySelectorAll("button, select, input, [tabindex='0']")].filter((each) =>
+                 !each.getAttribute("aria-label") && !each.labels?.length && !each.textContent.trim()
+               ).map((each) => each.outerHTML.slice(0, 100))"""
+        )
+        assert nameless == []
+        charts = page.locator(".chart svg").evaluate_all("all => all.map((each) => each.getAttribute('aria-label'))")
+        assert charts
+        assert all(charts)
+
+
+def test_print_has_no_controls_of_the_screen(browser, reports):
+    with opened(browser, reports("volumes")[0], color_scheme="dark") as page:
+        page.emulate_media(media="print", color_scheme="dark")
+        assert background(page) > 200
+        assert not page.locator("header.bar").is_visible()
