@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import segcal
-from segcal.calibrators import TemperatureScaling
+from segcal.calibrators import TemperatureScaling, meta
 from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts
 from segcal.calibrators.meta import MetaCal, entropy
 from segcal.errors import InputError
@@ -98,3 +98,12 @@ def test_the_derivatives_of_the_nll():
 def test_a_share_is_a_share():
     with pytest.raises(InputError, match="miscoverage is 1"):
         MetaCal(1)
+
+
+def test_two_numbers_need_a_sample_only_and_the_report_says_so(monkeypatch):
+    whole = MetaCal(0.01).fit(CASES)
+    monkeypatch.setattr(meta, "_VOXELS", 2000)
+    calibrator = MetaCal(0.01).fit(CASES, voxels="all")
+    assert "gamma and T rest on 2,000 voxels: voxels = 'all' does not change that" in calibrator.fit_report.notes
+    assert calibrator.temperature == pytest.approx(whole.temperature, rel=0.1)
+    assert not any("voxels = " in note for note in MetaCal(0.01).fit(CASES).fit_report.notes)

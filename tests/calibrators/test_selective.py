@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import segcal
-from segcal.calibrators import CALIBRATORS, DirichletCalibration, TemperatureScaling, base, selective
+from segcal.calibrators import CALIBRATORS, DirichletCalibration, TemperatureScaling, base, composed, selective
 from segcal.calibrators.base import Calibrator, Fitted
 from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.selective import SelectiveScaling, paper_temperature
@@ -107,6 +107,13 @@ def test_the_selector_sees_a_sample_only(monkeypatch):
     assert measured == pytest.approx(calibrator.fit_report.nll_after, rel=1e-5)
 
 
+def test_all_voxels_are_for_the_base_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(selective, "_VOXELS", 500)
+    notes = SelectiveScaling(base="ts").fit(FIT, voxels="all").fit_report.notes
+    assert "voxels = 'all' is for the base: the selector is trained on 500 voxels" in notes
+    assert not any("voxels = " in note for note in SelectiveScaling().fit(FIT).fit_report.notes)
+
+
 def test_the_same_seed_gives_the_same_bits():
     once, again, other = (SelectiveScaling().fit(FEW, seed=seed) for seed in (0, 0, 1))
     for name, tensor in once.state_dict().items():
@@ -157,7 +164,7 @@ def test_a_spatial_base_sees_whole_cases():
     cases = scenes(4, size=(32, 40), plant=[Temperature(2.0), ConfidentlyWrong()])
     calibrator = SelectiveScaling(base=ImageTemperature()).fit(cases)
     assert calibrator.spatial
-    mapped = selective._mapped(cases, calibrator.base)[0]
+    mapped = composed.mapped(cases, calibrator.base)[0]
     whole = calibrator.base(cases[0].logits)
     for chunk in mapped.chunks(2000):
         assert torch.equal(chunk.logits, whole[:, :, chunk.rows])

@@ -13,6 +13,7 @@ from segcal.calibrators.affine import (
 )
 from segcal.calibrators.base import Calibrator
 from segcal.calibrators.conditional import ClassConditionalDirichlet, CMSArgmaxPreserving, CMSOrderPreserving
+from segcal.calibrators.ensemble import Ensemble
 from segcal.calibrators.ensemble_temperature import EnsembleTemperatureScaling
 from segcal.calibrators.local import (
     ImageTemperatureScaling,
@@ -31,6 +32,7 @@ __all__ = [
     "Calibrator",
     "ClassConditionalDirichlet",
     "DirichletCalibration",
+    "Ensemble",
     "EnsembleTemperatureScaling",
     "HistogramBinning",
     "ImageTemperatureScaling",
@@ -66,6 +68,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
         MetaCal,
         IsotonicRegression,
         HistogramBinning,
+        Ensemble,
     )
 }
 

@@ -24,8 +24,10 @@ from segcal.calibrators.local_network import (
     temperature,
 )
 from segcal.calibrators.local_training import Recipe, fit_network
+from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.errors import InputError, SegcalError
+from segcal.kernels import fast_maps
 from segcal.scores import keep_argmax
 from segcal.types import Case, row_slices
 
@@ -46,7 +48,8 @@ class LocalTemperatureScaling(Calibrator):
 
     Voxels see neighbours up to 4 away; images are mirrored at their border, as often as it takes where they are smaller
     than that. Logits without a plane, ``(N, C)`` or ``(N, C, L)``, are calibrated as if all neighbours were alike.
-    Large inputs are taken in tiles of rows with a halo, which gives the same as all at once but for the last bit.
+    Large inputs are taken in tiles of rows with a halo, which gives the same as all at once, to 1e-6 in probability:
+    the order in which a convolution adds up depends on the shape of its input.
 
     Args:
         image_channels: Channels of the cases' images, which the network then sees too; 0 leaves images out.
@@ -141,7 +144,7 @@ class LocalTemperatureScaling(Calibrator):
             voxels_used=found.voxels,
             notes=[*start.fit_report.notes, found.message],
         )
-        nll = self._nll(data) if found.better else math.inf
+        nll = mean_loss(data.cases, self).nll if found.better else math.inf
         if nll <= fitted.nll_after:
             return fitted._replace(nll_after=nll, certificate=found.gradient)
         self.network.reset()
@@ -149,20 +152,6 @@ class LocalTemperatureScaling(Calibrator):
             worse = f"NLL {nll:.6g} of all cases, with one temperature {fitted.nll_after:.6g}: worse, so this is ts"
             return fitted._replace(notes=[*fitted.notes, worse])
         return fitted
-
-    @torch.no_grad()
-    def _nll(self, data: FitData) -> float:
-        """Mean NLL of all valid voxels."""
-        total, count = 0.0, 0
-        for case in data.cases:
-            for rows, log_probs in self.pieces(case):
-                labels, mask = case.rows("labels", rows).long(), case.rows("mask", rows)
-                valid = (labels != case.ignore_index) if mask is None else (labels != case.ignore_index) & mask
-                own = log_probs.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
-                total -= float(own[valid].double().sum())
-                count += int(valid.sum())
-            del case
-        return total / count
 
     # -- applying ------------------------------------------------------------------------------------------------------
 
@@ -340,7 +329,12 @@ def _reader(logits: Tensor, image: Tensor | None) -> Reader:
 def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     """``log S(z / T)`` in the type of the logits, with their argmax."""
     exact = _exact(logits)
-    best, winner = exact.max(1, keepdim=True)  # argmax, by a quicker loop
     # The difference to the maximum is exact; a quotient of large logits would round away small margins.
-    log_probs = ((exact - best) / temperatures).log_softmax(1).to(logits.dtype)
-    return keep_argmax(log_probs, winner.squeeze(1))
+    gaps = exact - exact.amax(1, keepdim=True)
+    # No quotient of a gap is so small that it vanishes.
+    scaled = torch.minimum(gaps / temperatures, gaps.clamp(min=-torch.finfo(gaps.dtype).tiny))
+    kernels = fast_maps(scaled)
+    if kernels is not None and logits.dtype == scaled.dtype:
+        log_probs: Tensor = kernels.apply_temperature(scaled, 1.0)
+        return log_probs
+    return keep_argmax(scaled.log_softmax(1).to(logits.dtype), exact.argmax(1))

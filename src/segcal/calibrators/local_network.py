@@ -23,11 +23,12 @@ Inputs = Literal["logits", "log-probs"]
 TAPS, DILATION = 5, 2
 HALO = (TAPS - 1) * DILATION // 2
 LEAVES, GATES = 4, 3
-# A class this far (in nats) below the best is impossible for all that a temperature can do. Without a floor, classes at
-# -inf would make the inputs infinite and a few very deep ones their standard deviation.
-FLOOR = 30.0
-# Temperatures stay within these: beyond, every softmax is one-hot or uniform.
-COLDEST, HOTTEST = 1e-2, 1e3
+# A class this far (in nats) below the best is impossible even at a temperature of 5. Without a floor, classes at -inf
+# would make the inputs infinite and a few very deep ones their standard deviation; a higher one would hide how hot an
+# image is, which the depth of its logits tells.
+FLOOR = 60.0
+# Temperatures stay within these, as that of ``ts`` does: beyond, every softmax is one-hot or uniform.
+COLDEST, HOTTEST = 1e-3, 1e3
 # softplus of this is 1.
 UNIT = math.log(math.e - 1)
 
@@ -140,7 +141,7 @@ def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
 
     Examples:
         >>> network_inputs(torch.tensor([[2.0, 2.0, -torch.inf]]), "logits")
-        tensor([[  2.,   2., -28.]])
+        tensor([[  2.,   2., -58.]])
     """
     if inputs == "logits":
         return torch.maximum(logits, logits.amax(1, keepdim=True) - FLOOR)

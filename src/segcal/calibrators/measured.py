@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segcal.calibrators.base import Calibrator
 from segcal.calibrators.first_pass import TemperatureSlope
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.sampling import VoxelSample
 from segcal.statistics import VoxelStatistics
+from segcal.types import Case
 
 
 class Loss(NamedTuple):
@@ -26,18 +28,17 @@ class Loss(NamedTuple):
     voxels: int
 
 
-def mean_loss(cases: CaseSet, mapping: Callable[[Tensor], Tensor] | None = None, *, spatial: bool = False) -> Loss:
-    """The mean NLL of all valid voxels, in one pass; of the scores as they are where there is no mapping.
+def mean_loss(cases: CaseSet, calibrator: Calibrator | None = None) -> Loss:
+    """The mean NLL of all valid voxels, in one pass; of the scores as they are where there is no calibrator.
 
-    Raises where scores or labels are unfit. ``spatial`` maps need a case as a whole, others take it in chunks.
+    Raises where scores or labels are unfit.
     """
     statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
     for case in cases:
         try:
-            for chunk in (case.chunk(slice(0, case.shape[2])),) if spatial else case.chunks():
-                with torch.no_grad():
-                    scores = chunk.logits if mapping is None else mapping(chunk.logits)
-                statistics.update(scores, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+            for rows, scores in _scores(case, calibrator):
+                labels, mask = case.rows("labels", rows), case.rows("mask", rows)
+                statistics.update(scores, labels, ignore_index=case.ignore_index, mask=mask)
         except SegcalError as error:
             raise error.at(case=case.id) from None
         del case
@@ -45,13 +46,22 @@ def mean_loss(cases: CaseSet, mapping: Callable[[Tensor], Tensor] | None = None,
     if not count:
         raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
     nll = float(statistics.total().losses.sum(0)[0]) / count
-    if mapping is None and not math.isfinite(nll):
+    if calibrator is None and not math.isfinite(nll):
         raise InputError(
             "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
             expected="impossible classes to be absent from the labels",
             fix="mask these voxels, or write a finite logit",
         )
     return Loss(nll, count)
+
+
+@torch.no_grad()
+def _scores(case: Case, calibrator: Calibrator | None) -> Iterator[tuple[slice, Tensor]]:
+    if calibrator is not None:
+        yield from calibrator.pieces(case)
+        return
+    for chunk in case.chunks():
+        yield chunk.rows, chunk.logits
 
 
 class Detection(NamedTuple):

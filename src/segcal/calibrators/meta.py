@@ -34,6 +34,9 @@ class MetaCal(Calibrator):
     Args:
         miscoverage: Share of the correct predictions that may be rejected.
 
+    Gamma and T rest on at most 200,000 voxels, each standing for as many as its stratum has, whatever ``voxels`` is:
+    two numbers need no more. The NLL before and after is always that of all voxels.
+
     ``detection`` says how well the threshold finds mispredictions, on the validation cases where some were given and
     on the fit data otherwise; ``fit_report.notes`` repeats it.
 
@@ -88,6 +91,8 @@ class MetaCal(Calibrator):
         uncertain = entropy(sample.logits.double())
         wrong = sample.logits.argmax(1) != sample.labels
         notes = []
+        if data.voxels == "all" and len(sample) < sample.total:
+            notes.append(f"gamma and T rest on {len(sample):,} voxels: voxels = 'all' does not change that")
         if bool(wrong.all()) or not bool(wrong.any()):
             kind = "correct prediction" if bool(wrong.all()) else "misprediction"
             notes.append(f"no {kind} to rank the others against: nothing is rejected")

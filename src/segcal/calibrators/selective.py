@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
+from segcal.calibrators.composed import Base, allocate, base_calibrator, describe, fit_base, mapped
 from segcal.calibrators.first_pass import LOWEST, FirstPass
 from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts, mean_loss
-from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
 from segcal.sampling import VoxelSample
+from segcal.scores import keep_argmax
 from segcal.solvers import Training, adam, newton_1d
-from segcal.types import Case, CaseSource
+from segcal.types import Case
 
 Rule = Literal["nll", "paper"]
 
@@ -48,6 +49,9 @@ class SelectiveScaling(Calibrator):
 
     ``detection`` says how well the selector does on validation cases; ``fit_report.notes`` repeats it.
 
+    The sample has 100,000 voxels whatever ``voxels`` is, for they train a selector this small, and as many to validate
+    on; ``voxels="all"`` makes the fit of the base exact. The NLL before and after is always that of all voxels.
+
     Examples:
         >>> import segcal
         >>> plant = [segcal.synthetic.ConfidentlyWrong()]
@@ -62,12 +66,12 @@ class SelectiveScaling(Calibrator):
     beta: Tensor
     counts: Tensor
 
-    def __init__(self, base: str | Mapping[str, Any] | Calibrator | None = None, rule: Rule = "nll") -> None:
+    def __init__(self, base: Base = None, rule: Rule = "nll") -> None:
         super().__init__()
         if rule not in ("nll", "paper"):
             raise InputError(f"rule is {rule!r}", expected="'nll' or 'paper'")
         self.rule = rule
-        self.base = _calibrator(base)
+        self.base = base_calibrator(base)
         if self.base is not None:
             for name in ("translation_invariant", "preserves", "spatial"):
                 setattr(self, name, getattr(self.base, name))
@@ -79,14 +83,11 @@ class SelectiveScaling(Calibrator):
         for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
             self.register_buffer(f"weight{index}", torch.zeros(outputs, inputs, device=self.beta.device))
             self.register_buffer(f"bias{index}", torch.zeros(outputs, device=self.beta.device))
-        if self.base is not None:
-            self.base.allocate(num_classes)
-            self.base.num_classes = num_classes
+        allocate(self.base, num_classes)
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments; the base as its id and its own arguments."""
-        base = None if self.base is None else {"id": self.base.id, "arguments": self.base.arguments()}
-        return {"base": base, "rule": self.rule}
+        return {"base": describe(self.base), "rule": self.rule}
 
     @property
     def temperature(self) -> float:
@@ -112,24 +113,34 @@ class SelectiveScaling(Calibrator):
         return [(self.get_buffer(f"weight{index}"), self.get_buffer(f"bias{index}")) for index in range(_LAYERS)]
 
     def _scores(self, logits: Tensor) -> Tensor:
-        scores = logits if self.base is None else self.base(logits)
+        return self._flattened(logits if self.base is None else self.base(logits))
+
+    def _flattened(self, scores: Tensor) -> Tensor:
+        """Scores of the base, divided by T1 where the selector suspects them."""
         scores = scores - scores.amax(1, keepdim=True)
         suspected = self.suspicion(scores.log_softmax(1)).unsqueeze(1) > 0
         return torch.where(suspected, scores * self.beta.to(scores), scores)
 
+    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a case and their log-probabilities, in order; the base sees the case, images and members included."""
+        if self.base is None or not self.base.spatial:
+            yield from super().pieces(case)
+            return
+        for rows, scores in self.base.pieces(case):
+            log_probs = self._flattened(scores).log_softmax(1)
+            yield rows, keep_argmax(log_probs, scores.argmax(1))
+
     def _fit(self, data: FitData) -> Fitted:
         before = mean_loss(data.cases)
-        notes = []
-        if self.base is not None:
-            self.base.fit(data.cases, validation=data.validation, voxels=data.voxels, seed=data.seed)
-            assert self.base.fit_report is not None
-            notes += [f"base {self.base.id}: {note}" for note in self.base.fit_report.notes]
+        notes = [] if self.base is None else fit_base(self.base, data)
         parts = data.held_out()
         assert parts.validation is not None
         sample, held_out = (
-            FirstPass.over(_mapped(cases, self.base), _VOXELS, data.seed).sample
+            FirstPass.over(mapped(cases, self.base), _VOXELS, data.seed).sample
             for cases in (parts.cases, parts.validation)
         )
+        if data.voxels == "all" and len(sample) < sample.total:
+            notes.append(f"voxels = 'all' is for the base: the selector is trained on {len(sample):,} voxels")
         training, choice = None, _Choice(0.0, 1.0, 0.0, converged=True, certificate=0.0)
         if one_sided := _one_sided(sample):
             notes.append(f"no {one_sided} among the calibration voxels: no selector can be trained, T1 = 1")
@@ -196,13 +207,13 @@ class SelectiveScaling(Calibrator):
 
     def _measure(self, data: FitData, before: float, choice: _Choice, notes: list[str]) -> float:
         """The NLL of the fit data; T1 gives way where it would be worse than before."""
-        after = mean_loss(data.cases, self, spatial=self.spatial).nll
+        after = mean_loss(data.cases, self).nll
         for beta in (choice.beta, 1.0):
             if after <= before or float(self.beta) == beta:
                 continue
             notes.append(f"T1 = {self.temperature:.4g} is worse than the identity on the fit data: T1 = {1 / beta:.4g}")
             self.beta.fill_(beta)
-            after = mean_loss(data.cases, self, spatial=self.spatial).nll
+            after = mean_loss(data.cases, self).nll
         return after
 
 
@@ -235,18 +246,6 @@ class _Selection(NamedTuple):
     def loss(self, network: nn.Module, index: Tensor | slice) -> Tensor:
         losses = nn.functional.cross_entropy(network(self.inputs[index]), self.wrong[index], reduction="none")
         return (self.weights[index] * losses).mean()
-
-
-def _calibrator(base: str | Mapping[str, Any] | Calibrator | None) -> Calibrator | None:
-    """The base, which may be named, or described as a saved one is."""
-    from segcal.calibrators import CALIBRATORS  # the registry imports this module
-
-    if base is None or isinstance(base, Calibrator):
-        return base
-    name, arguments = (base, {}) if isinstance(base, str) else (base.get("id"), base.get("arguments", {}))
-    if name not in CALIBRATORS:
-        raise InputError(f"base is {name!r}", expected=f"a calibrator or one of {', '.join(CALIBRATORS)}")
-    return CALIBRATORS[name](**arguments)
 
 
 def _sizes(num_classes: int) -> tuple[tuple[int, int], ...]:
@@ -315,32 +314,3 @@ def _least_nll(sample: VoxelSample, suspicion: Tensor, begins: float | None) -> 
         gain = function(1.0)[0] - solution.objective
         choices.append(_Choice(threshold, solution.value, gain, solution.converged, solution.certificate))
     return max(choices, key=lambda choice: choice.gain)
-
-
-def _mapped(cases: CaseSet, base: Calibrator | None) -> CaseSet:
-    """The cases as the base leaves them."""
-    if base is None:
-        return cases
-
-    def ref(old: CaseRef) -> CaseRef:
-        return CaseRef(old.id, lambda: Case(_MappedSource(old.open().source, base)))
-
-    return CaseSet([ref(old) for old in cases.refs], cases.num_classes, cases.ignore_index)
-
-
-class _MappedSource:
-    """A case whose logits went through a calibrator."""
-
-    def __init__(self, source: CaseSource, base: Calibrator) -> None:
-        self.id, self.batch, self.num_classes = source.id, source.batch, source.num_classes
-        self.spatial, self.spacing, self.ignore_index = source.spatial, source.spacing, source.ignore_index
-        self.sliceable = source.sliceable and not base.spatial
-        self.labels, self.mask, self.image, self.posterior = source.labels, source.mask, source.image, source.posterior
-        self._source, self._base = source, base
-
-    def logits(self, rows: slice) -> Tensor:
-        """Calibrated log-probabilities of some rows."""
-        wanted = slice(0, self.spatial[0]) if self._base.spatial else rows
-        with torch.no_grad():
-            log_probs: Tensor = self._base(self._source.logits(wanted))
-        return log_probs[:, :, rows] if self._base.spatial else log_probs

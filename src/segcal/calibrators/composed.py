@@ -1,0 +1,84 @@
+"""One calibrator after another: how the one that comes first is named, stored, fitted and passed through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segcal.calibrators.base import Calibrator, FitData
+from segcal.cases import CaseRef, CaseSet
+from segcal.errors import InputError
+from segcal.types import Case, CaseSource
+
+#: A calibrator, its id, its id and arguments as ``describe`` gives them, or none.
+Base = str | Mapping[str, Any] | Calibrator | None
+
+
+def base_calibrator(base: Base) -> Calibrator | None:
+    """The calibrator that is meant.
+
+    Examples:
+        >>> base_calibrator("ts"), base_calibrator(None)
+        (TemperatureScaling(), None)
+    """
+    from segcal.calibrators import CALIBRATORS  # the registry imports the modules that import this one
+
+    if base is None or isinstance(base, Calibrator):
+        return base
+    name, arguments = (base, {}) if isinstance(base, str) else (base.get("id"), base.get("arguments", {}))
+    if name not in CALIBRATORS:
+        raise InputError(f"base is {name!r}", expected=f"a calibrator or one of {', '.join(CALIBRATORS)}")
+    return CALIBRATORS[name](**arguments)
+
+
+def describe(base: Calibrator | None) -> dict[str, Any] | None:
+    """Id and arguments of the base, as a file stores them."""
+    return None if base is None else {"id": base.id, "arguments": base.arguments()}
+
+
+def allocate(base: Calibrator | None, num_classes: int) -> None:
+    """Make the base ready for parameters that are loaded."""
+    if base is not None:
+        base.allocate(num_classes)
+        base.num_classes = num_classes
+
+
+def fit_base(base: Calibrator, data: FitData) -> list[str]:
+    """Fit the base; what there is to note."""
+    base.fit(data.cases, validation=data.validation, voxels=data.voxels, seed=data.seed)
+    assert base.fit_report is not None
+    return [f"base {base.id}: {note}" for note in base.fit_report.notes]
+
+
+def mapped(cases: CaseSet, base: Calibrator | None) -> CaseSet:
+    """The cases as the base leaves them."""
+    if base is None:
+        return cases
+
+    def ref(old: CaseRef) -> CaseRef:
+        return CaseRef(old.id, lambda: Case(_MappedSource(old.open(), base)))
+
+    return CaseSet([ref(old) for old in cases.refs], cases.num_classes, cases.ignore_index)
+
+
+class _MappedSource:
+    """A case whose logits went through a calibrator."""
+
+    def __init__(self, case: Case, base: Calibrator) -> None:
+        source: CaseSource = case.source
+        self.id, self.batch, self.num_classes = source.id, source.batch, source.num_classes
+        self.spatial, self.spacing, self.ignore_index = source.spatial, source.spacing, source.ignore_index
+        self.sliceable = source.sliceable and not base.spatial
+        self.labels, self.mask, self.image, self.posterior = source.labels, source.mask, source.image, source.posterior
+        self._case, self._base = case, base
+
+    @torch.no_grad()
+    def logits(self, rows: slice) -> Tensor:
+        """Calibrated log-probabilities of some rows."""
+        if not self._base.spatial:
+            log_probs: Tensor = self._base(self._case.rows("logits", rows))
+            return log_probs
+        return torch.cat([log_probs for _, log_probs in self._base.pieces(self._case)], 2)[:, :, rows]

@@ -1,0 +1,131 @@
+"""An ensemble as a calibrator: the members' scores averaged as logits or as probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segcal.calibrators.base import Calibrator, FitData, Fitted
+from segcal.calibrators.composed import Base, allocate, base_calibrator, describe, fit_base
+from segcal.calibrators.measured import mean_loss
+from segcal.errors import InputError
+from segcal.scores import pool
+from segcal.types import Case, Kind, check_pooling, row_slices
+
+
+class Ensemble(Calibrator):
+    """``ensemble``: the members of a case pooled in a space of choice, and then the ``base``, if any.
+
+    ``"probs"``: the mean of the softmaxes, ``log(sum_m S(z_m) / M)`` (deep ensembles; Lakshminarayanan et al. 2017).
+    ``"logits"``: the softmax of the mean, ``log S(sum_m z_m / M)``, which is the normalised geometric mean of the
+    members' probabilities. Neither sees the members' gauge. Where members disagree the first is less confident.
+
+    Pooling fits nothing. It reads the members of every case, so a case needs as many as the calibrator was fitted to;
+    cases without members, as tensors are, are taken as pooled already. Labels may change where the cases themselves are
+    pooled in the other space, so none are promised.
+
+    Args:
+        space: ``"logits"`` or ``"probs"``.
+        base: A calibrator, or its id, that is fitted to the pooled scores and comes after.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(32, 40), members=3, member_noise=3.0)
+        >>> one, all_three = cases.members([0]), Ensemble().fit(cases)
+        >>> segcal.evaluate(cases, all_three).value("nll") < segcal.evaluate(one).value("nll")
+        True
+        >>> z = [cases[0].member_logits(m) for m in range(3)]
+        >>> all_three(z).shape
+        torch.Size([1, 6, 32, 40])
+    """
+
+    id = "ensemble"
+    translation_invariant = True
+    preserves = None
+    # Not its neighbours, but more than the pooled logits of a voxel matters: ``pieces`` has to see the case.
+    spatial = True
+    members: Tensor
+
+    def __init__(self, space: Kind = "probs", base: Base = None) -> None:
+        super().__init__()
+        self.space: Kind = check_pooling(space)
+        self.base = base_calibrator(base)
+        if self.base is not None:
+            self.translation_invariant = self.base.translation_invariant
+        self.register_buffer("members", torch.zeros((), dtype=torch.float64))  # 0 where the cases had none
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments; the base as its id and its own arguments."""
+        return {"space": self.space, "base": describe(self.base)}
+
+    def allocate(self, num_classes: int) -> None:
+        """What the base needs."""
+        allocate(self.base, num_classes)
+
+    def _fit(self, data: FitData) -> Fitted:
+        before = mean_loss(data.cases)
+        notes = []
+        self.members.fill_(data.cases.num_members or 0)
+        if data.cases.num_members is None:
+            notes.append("the cases have no ensemble members: their scores are taken as pooled already")
+        else:
+            validation = None if data.validation is None else data.validation.pooled(self.space)
+            data = data._replace(cases=data.cases.pooled(self.space), validation=validation)
+        if self.base is None:
+            fitted = Fitted(before.nll, mean_loss(data.cases).nll, True, 0.0, 0, before.voxels)
+        else:
+            notes += fit_base(self.base, data)
+            report = self.base.fit_report
+            assert report is not None
+            fitted = Fitted(
+                nll_before=before.nll,
+                nll_after=report.nll_after,
+                converged=report.converged,
+                certificate=report.certificate,
+                iterations=report.iterations,
+                voxels_used=report.voxels_used,
+            )
+        if fitted.nll_after > fitted.nll_before:
+            notes.append(f"NLL {fitted.nll_after:.6g}, of the cases as they are pooled {before.nll:.6g}: worse")
+        return fitted._replace(notes=notes)
+
+    def forward(self, logits: Tensor | Sequence[Tensor]) -> Tensor:
+        """Calibrated log-probabilities, in the dtype and on the device of the input.
+
+        Args:
+            logits: A sequence of the members' ``(N, C, *spatial)``, or one such tensor that is pooled already. Members
+                in one tensor are taken apart by ``tensor.unbind(0)``: a volume could not be told from them.
+        """
+        if isinstance(logits, Tensor):
+            return super().forward(logits)
+        self._check_members(len(logits))
+        pooled = pool((z if z.dtype == torch.float64 else z.float() for z in logits), self.space)
+        return super().forward(pooled).to(logits[0].dtype)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.base is None:
+            return logits
+        scores: Tensor = self.base(logits)
+        return scores
+
+    @torch.no_grad()
+    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a case and the log-probabilities of its members pooled, in order."""
+        if case.members is not None:
+            self._check_members(case.members)
+            case = case if case.pooling == self.space else case.pooled(self.space)
+        if not case.source.sliceable:
+            _ = case.logits
+        if self.base is not None:
+            yield from self.base.pieces(case)
+            return
+        for rows in row_slices(case.shape):
+            yield rows, self(case.rows("logits", rows))
+
+    def _check_members(self, count: int) -> None:
+        fitted = int(self.members)
+        if fitted and count != fitted:
+            raise InputError(f"{count} ensemble members", expected=f"{fitted}, as the calibrator was fitted to")
