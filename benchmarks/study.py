@@ -2,7 +2,8 @@
 
 ``python benchmarks/study.py time`` compares 20 methods on 100 cases of 19 x 256 x 512 float16 logits on disk, with two
 processes, and counts how often the logits of a case are read in each stage. Goal: testing reads every test case once
-for all methods together. ``--cases``, ``--methods`` and ``--size`` make it smaller.
+for all methods together. One repeat, as another would only take as long again (``--repeats``). Fits are printed as they
+end. ``--cases``, ``--methods`` and ``--size`` make it smaller.
 
 ``python benchmarks/study.py coverage`` makes 200 studies of known truth and counts how often the 95% interval of the
 per-image mean holds it. Goal: 93 to 97%. Beside it, the interval that takes the cases of different repeats for
@@ -85,11 +86,15 @@ def run_study(count: int, methods: int, size: tuple[int, int], classes: int, rep
         write_dataset(data, Path(folder) / "data", dtype="float16")
         os.environ["SEGCAL_READS"] = str(Path(folder) / "reads")
 
-        def stage(step: Step) -> None:
-            os.environ["SEGCAL_STAGE"] = step.name.split(":")[0].split(",")[0].split(" ")[0]
-
         os.environ["SEGCAL_STAGE"] = "before"
         started = time.perf_counter()
+
+        def stage(step: Step) -> None:
+            name = step.name.split(":")[0].split(",")[0]
+            if name.split(" ")[0] != os.environ["SEGCAL_STAGE"] or name.startswith("fitted"):
+                print(f"{time.perf_counter() - started:7.0f} s  {name}", flush=True)
+            os.environ["SEGCAL_STAGE"] = name.split(" ")[0]
+
         study = compare(
             open_cases(Path(folder) / "data"),
             ids,
@@ -181,7 +186,7 @@ def main() -> None:
     parser.add_argument("--methods", type=int, default=20)
     parser.add_argument("--size", type=int, nargs=2, default=(256, 512))
     parser.add_argument("--classes", type=int, default=19)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--population", type=int, default=3000, help="scenes of the coverage study")
     given = parser.parse_args()

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
@@ -248,9 +249,12 @@ def _about(plan: Plan, cases: CaseSet, calibrator: Calibrator | None) -> dict[st
         "columns": [f"{column_name(column)} in {column.region}" for column in plan.columns],
         "exact": plan.exact,
         "seed": plan.seed,
-        "versions": {
-            "segcal": version("segcal"),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numpy")},
-        },
+        "versions": dict(versions()),
     }
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """The versions that decide the numbers; looking them up takes milliseconds, once."""
+    libraries = {name: version(name) for name in ("torch", "numpy")}
+    return {"segcal": version("segcal"), "python": platform.python_version(), **libraries}

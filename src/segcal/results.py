@@ -98,11 +98,11 @@ class Results:
             {
                 "format": _FORMAT,
                 "version": _VERSION,
-                "about": _plain(self.about),
+                "about": plain(self.about),
                 "columns": list(Row._fields),
                 "rows": rows,
-                "reliability": _plain(self.reliability),
-                "diagnosis": _plain(self.diagnosis),
+                "reliability": plain(self.reliability),
+                "diagnosis": plain(self.diagnosis),
             },
             indent=1,
             allow_nan=False,
@@ -119,7 +119,7 @@ class Results:
             content = json.loads(Path(path).read_text())
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
                 raise ValueError(f"format {content['format']}, version {content['version']}")
-            rows = tuple(Row(c, r, m, _decode(v), n) for c, r, m, v, n in content["rows"])
+            rows = tuple(Row(c, r, m, number(v), n) for c, r, m, v, n in content["rows"])
             return cls(rows, content["about"], content["reliability"], content["diagnosis"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
@@ -153,13 +153,25 @@ def _encode(value: float) -> float | str | None:
     return None if math.isnan(value) else str(value) if math.isinf(value) else value
 
 
-def _decode(value: float | str | None) -> float:
+def number(value: float | str | None) -> float:
+    """A number that ``plain`` wrote.
+
+    Examples:
+        >>> number(0.5), number(None), number("-inf")
+        (0.5, nan, -inf)
+    """
     return math.nan if value is None else float(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Dictionaries, lists, texts and numbers that JSON can hold: null stands for NaN, texts for infinities.
+
+    Examples:
+        >>> plain({"ece": (0.5, float("nan")), 3: float("inf")})
+        {'ece': [0.5, None], '3': 'inf'}
+    """
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return _encode(value) if isinstance(value, float) else value

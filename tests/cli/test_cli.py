@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -27,7 +28,9 @@ def run(monkeypatch, capsys):
 def test_help_teaches_every_command(run):
     code, text, _ = run("--help")
     assert code == 0
-    for command in ("check", "evaluate", "fit", "apply", "pack", "scenes", "demo"):
+    commands = [command.name for command in segcal.cli.app.registered_commands]
+    assert len(commands) == 10
+    for command in commands:
         assert command in text
         assert "Example: segcal" in run(command, "--help")[1]
     assert "[num_bins=50]" in run("evaluate", "--help")[1]
@@ -150,10 +153,34 @@ def test_names_with_markup_are_shown_as_they_are(run, tmp_path):
     assert "[red]x" in run("check", root)[1]
 
 
-def test_demo_runs_from_a_shell(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "segcal", "demo", "-o", tmp_path / "d"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "true calibration error" in done.stdout
+def test_demo_is_a_study_with_a_report_and_the_truth(run, tmp_path, monkeypatch):
+    # As many methods and images as it takes to see that all of it runs; `make demo` has all of them.
+    for name, value in (("_IMAGES", 8), ("_METHODS", ("ts", "histogram")), ("_REPEATS", 1)):
+        monkeypatch.setattr(segcal.cli.demo, name, value)
+    monkeypatch.setattr(segcal.cli.demo.os, "cpu_count", lambda: 1)
+    folder = tmp_path / "d"
+    for _ in range(2):  # The second one replaces the first.
+        code, text, error = run("demo", "-o", folder)
+        assert (code, error) == (0, "")
+        for word in ("no problems", "overconfident", "Use ts", "labels moved", "index.html"):
+            assert word in text
+    before, after = (float(found) for found in re.findall(r"KL (\S+) nats", text))
+    assert after < before / 2
+    assert (folder / "report" / "index.html").is_file()
+    again = segcal.synthetic.demo_scenes()[0][:8]
+    assert segcal.open_cases(folder / "scenes").ids == again.ids
+
+
+def test_demo_removes_nothing_that_it_did_not_write(run, tmp_path):
+    (tmp_path / "scenes").mkdir()
+    (tmp_path / "scenes" / "mine.txt").write_text("mine")
+    code, _, error = run("demo", "-o", tmp_path)
+    assert code == 1
+    assert "is not empty" in error
+    assert (tmp_path / "scenes" / "mine.txt").read_text() == "mine"
+
+
+def test_it_runs_from_a_shell():
+    done = subprocess.run([sys.executable, "-m", "segcal", "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "segcal demo" in done.stdout

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segcal.compare.recommend import Candidate, choose
+from segcal.compare.recommend import Candidate, Choice, choose
+from segcal.compare.words import Evidence, caveats
 
 PRESERVES = {"order": {"order"}, "argmax": {"order", "argmax"}, "none": {"order", "argmax", None}}
 
@@ -13,8 +14,8 @@ PRESERVES = {"order": {"order"}, "argmax": {"order", "argmax"}, "none": {"order"
 @st.composite
 def tables(draw):
     """Candidates with random validation NLL, guarantees and sizes; uncalibrated is always there."""
-    images = draw(st.integers(1, 6))
-    values = st.lists(st.floats(0, 5) | st.just(math.inf), min_size=images, max_size=images)
+    cases = draw(st.integers(1, 6))
+    values = st.lists(st.floats(0, 5) | st.just(math.inf), min_size=cases, max_size=cases)
     found = [Candidate("uncalibrated", "order", True, True, 0, draw(values))]
     for number in range(draw(st.integers(0, 6))):
         found.append(
@@ -54,7 +55,7 @@ def test_a_simpler_method_is_taken_within_one_standard_error_of_the_paired_diffe
         assert choose([nothing, simple, rich], "order", False).method == expected
 
 
-def test_with_one_validation_image_the_best_is_taken():
+def test_with_one_validation_case_the_best_is_taken():
     rich = Candidate("rich", "order", True, True, 500, [1.0])
     nothing = Candidate("uncalibrated", "order", True, True, 0, [2.0])
     for nll, expected in ((1.01, "rich"), (1.00001, "simple")):
@@ -68,3 +69,24 @@ def test_with_one_validation_image_the_best_is_taken():
 def test_undefined_and_infinite_losses_choose_nothing(values):
     nothing = Candidate("uncalibrated", "order", True, True, 0, [2.0, 2.0])
     assert choose([nothing, Candidate("m", "order", True, True, 1, values)], "order", False).method == "uncalibrated"
+
+
+def evidence_of(ece):
+    return Evidence(
+        methods={key: {"translation_invariant": True, "status": "ok"} for key in ece},
+        summary={(key, "ece"): {"mean": value} for key, value in ece.items()},
+        differences={},
+        flips={},
+        diagnosis={"gauge": {"risk": "none", "free_energy_std": 0.0}},
+        cases=20,
+        voxels={"0": 10_000},
+        validation=[1.0] * 20,
+        test=[1.0] * 20,
+    )
+
+
+@pytest.mark.parametrize(("other", "told"), [(0.5, True), (0.85, True), (0.95, False), (math.nan, False)])
+def test_a_reader_is_told_of_a_method_with_a_clearly_lower_ece(other, told):
+    choice = Choice("ts", "ts", ("uncalibrated", "ts", "isotonic"), {})
+    found = caveats(choice, evidence_of({"uncalibrated": 3.0, "ts": 1.0, "isotonic": other, "dc": 0.1}), seed=0)
+    assert ["isotonic has a lower ECE" in text for text in found] == [True] * told

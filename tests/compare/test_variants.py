@@ -1,4 +1,4 @@
-"""Ensembles, shifted images, and how much the findings depend on bins, images and members."""
+"""Ensembles, shifted images, and how much the findings depend on bins, cases and members."""
 
 import pytest
 import torch
@@ -38,15 +38,15 @@ def test_another_pooling_moves_labels_and_is_recommended_only_if_that_is_allowed
         assert any("mean of their probabilities" in text for text in free.recommendation["sentences"])
 
 
-def test_more_members_and_more_images_are_no_worse_and_bins_count_more(ensemble):
+def test_more_members_and_more_cases_are_no_worse_and_bins_count_more(ensemble):
     curves = ensemble.document["sensitivity"]
     members = [row["nll"] for row in curves["members"] if row["method"] == "uncalibrated"]
     assert len(members) == 3
     assert members[0] > members[-1]
     last = next(row for row in curves["members"] if (row["method"], row["members"]) == ("ts", 3))
     assert last["nll"] == next(row["mean"] for row in ensemble.summary("nll") if row["method"] == "ts@logits")
-    assert sorted({row["images"] for row in curves["size"]}) == [1, 2, 4]
-    whole = next(row for row in curves["size"] if (row["method"], row["images"]) == ("ts@logits", 4))
+    assert sorted({row["cases"] for row in curves["size"]}) == [1, 2, 4]
+    whole = next(row for row in curves["size"] if (row["method"], row["cases"]) == ("ts@logits", 4))
     assert whole["ece"] == next(row["mean"] for row in ensemble.summary("ece") if row["method"] == "ts@logits")
     bins = {row["bins"]: row["ece"] for row in curves["bins"] if row["method"] == "ts@probs"}
     assert sorted(bins) == [5, 10, 15, 20, 30, 50, 100]

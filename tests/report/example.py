@@ -208,7 +208,7 @@ def _extras(result, chosen, measured, random):
     result["sensitivity"] = {
         "bins": [{"method": key, "bins": bins, "ece": 0.09 * share * (1 + 0.05 * np.log(bins))}
                  for key, share in left.items() for bins in (5, 10, 15, 20, 30, 50, 100)],
-        "size": [{"method": key, "images": n, "nll": 0.4 + 0.3 * share + 0.1 / n, "ece": 0.09 * share + 0.05 / n}
+        "size": [{"method": key, "cases": n, "nll": 0.4 + 0.3 * share + 0.1 / n, "ece": 0.09 * share + 0.05 / n}
                  for key, share in left.items() for n in (2, 4, 8, 15)],
     }  # fmt: skip
 

@@ -10,8 +10,10 @@ import shutil
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from report.example import HOSTILE, write
+from segcal.compare.browser import _classes
 from segcal.report import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -353,6 +355,16 @@ def test_images_have_no_slice_slider(browser, reports):
     with opened(browser, reports("images")[0]) as page:
         assert page.locator("#browser img").count() == 8
         assert not page.locator("#slice").is_visible()
+
+
+def test_every_class_has_the_colour_of_the_pictures_in_the_key(browser, reports):
+    address, study = reports("crowded")
+    with opened(browser, address) as page:
+        swatches = page.locator("#browser .viewer > .swatches .swatch")
+        shown = swatches.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+    colours = [tuple(map(int, re.findall(r"\d+", text))) for text in shown]
+    count = study["about"]["data"]["num_classes"]
+    assert colours[:-1] == [tuple(colour) for colour in _classes(torch.arange(count)).tolist()]
 
 
 def background(page):

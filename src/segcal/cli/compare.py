@@ -22,7 +22,7 @@ from segcal.calibrators import CALIBRATORS
 from segcal.cases import open_cases
 from segcal.cli.console import err, out
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
-from segcal.cli.evaluate import _split_metrics as split_metrics
+from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
 from segcal.compare import Step, Study, compare
 from segcal.compare.engine import STUDY_METRICS
@@ -64,7 +64,7 @@ def compare_command(
     fractions: Annotated[str, typer.Option(help="Shares for calibration, validation, test.")] = "0.5,0.2,0.3",
     tune: Annotated[
         Tuning,
-        typer.Option(help="path: strengths chosen on validation images; paper: Adam and Optuna, as published; none."),
+        typer.Option(help="path: strengths chosen on validation cases; paper: Adam and Optuna, as published; none."),
     ] = Tuning.path,
     select: Annotated[Selection, typer.Option(help="The metric that tuning lowers.")] = Selection.nll,
     metrics: Annotated[
@@ -93,7 +93,7 @@ def compare_command(
         typer.Option(help="module:function from an image (1, channels, *spatial) to logits (1, C, *spatial)."),
     ] = None,
     sensitivity: Annotated[
-        str | None, typer.Option(help="Comma-separated: bins, size (calibration images), members (ensemble size).")
+        str | None, typer.Option(help="Comma-separated: bins, size (calibration cases), members (ensemble size).")
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes; fits are shared by method, evaluation by case.")] = 1,
     seed: Annotated[int, typer.Option(help="Of splits, fits and bootstrap.")] = 0,
@@ -187,7 +187,8 @@ def _costs(study: Study) -> str:
     timings = study.document["timings"]
     fitted = {key: own for key, own in timings["per_method"].items() if own["fit_seconds"]}
     costs = [f"{key} {own['fit_seconds']:.1f} s, {own['peak_memory_mb']:,.0f} MB" for key, own in fitted.items()]
-    return f"fitting: {'; '.join(costs)}; the whole study {timings['total_seconds']:.0f} s"
+    whole = f"the whole study {timings['total_seconds']:.0f} s"
+    return f"fitting: {'; '.join(costs)}; {whole}" if costs else whole
 
 
 def _interval(row: Mapping[str, Any]) -> str:

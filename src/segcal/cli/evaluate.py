@@ -54,7 +54,7 @@ def evaluate_command(
     """
     cases = open_cases(data, **declared(layout, labels))
     fitted = load(calibrator) if calibrator else None
-    columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(_split_metrics(metrics))
+    columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     with progress("evaluating", len(cases) * (1 + exact)) as step:
         results = evaluate(
             cases, fitted, metrics=columns, regions=_split(regions),
@@ -138,7 +138,7 @@ def _split(text: str) -> tuple[str, ...]:
     return names
 
 
-def _split_metrics(text: str) -> tuple[str, ...]:
+def split_metrics(text: str) -> tuple[str, ...]:
     """Split at commas that are not inside brackets; 'all' is every metric."""
     if text.strip() == "all":
         return tuple(METRICS)

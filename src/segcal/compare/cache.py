@@ -25,7 +25,7 @@ from segcal.cases import CaseSet
 from segcal.cases.caseset import CaseRef
 from segcal.errors import SegcalError
 from segcal.files import atomic_path
-from segcal.results import _plain
+from segcal.results import plain
 
 _VERSION = version("segcal")
 
@@ -54,7 +54,7 @@ class Store:
 
     def write(self, kind: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]:
         """Keep a document; returns it as ``read`` will, so that what follows cannot tell fresh from kept."""
-        text = json.dumps(_plain(document), allow_nan=False)
+        text = json.dumps(plain(document), allow_nan=False)
         with atomic_path(self._path(kind, key, "json")) as temporary:
             temporary.write_text(text, encoding="utf-8")
         kept: dict[str, Any] = json.loads(text)

@@ -9,7 +9,7 @@ from typing import Any
 from segcal.compare import summarise
 from segcal.compare.browser import write_browser
 from segcal.compare.describe import describe_metric
-from segcal.compare.facts import absent_classes, distance_unit, label_counts, part_voxels, versions
+from segcal.compare.facts import absent_classes, distance_unit, label_counts, part_voxels
 from segcal.compare.measuring import Evaluation
 from segcal.compare.methods import variant_of
 from segcal.compare.recommend import RULE, Candidate, Choice, choose, mean_and_error
@@ -18,6 +18,7 @@ from segcal.compare.settings import BIN_COUNTS, UNCALIBRATED
 from segcal.compare.shifted import ShiftedSet
 from segcal.compare.study import FORMAT, VERSION
 from segcal.compare.words import Evidence, caveats, sentences
+from segcal.evaluate import versions
 from segcal.files import atomic_path
 from segcal.metrics import Column
 from segcal.statistics import EVERYTHING
@@ -49,7 +50,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
             "title": f"Calibration of {data['name']}",
             "command": command,
             "seed": settings.seed,
-            "versions": versions(),
+            "versions": dict(versions()),
             "data": data,
             "settings": {name: value for name, value in asdict(settings).items() if name != "seed"},
         },
@@ -152,7 +153,7 @@ def _recommendation(
         differences={(row["method"], row["metric"]): row for row in summarise.differences(headline, seed)},
         flips={row["method"]: row for row in document["flips"]},
         diagnosis=document["diagnosis"][UNCALIBRATED],
-        images=len(smallest),
+        cases=len(smallest),
         voxels=part_voxels(run.cases, smallest, counts),
         validation=summarise.Table.of(validation, [_NLL]).values[:, 0, 0].tolist(),
         test=headline.values[:, 0, 0].tolist(),

@@ -24,7 +24,7 @@ from segcal.compare.splits import split_cases
 from segcal.compare.study import Study
 from segcal.errors import InputError, OutputError
 from segcal.evaluate import DEFAULT_METRICS
-from segcal.results import _plain
+from segcal.results import plain
 from segcal.statistics import EVERYTHING
 
 STUDY_METRICS = (*DEFAULT_METRICS, "flip")
@@ -55,7 +55,7 @@ def compare(
     command: str | None = None,
     progress: Callable[[Step], None] = lambda step: None,
 ) -> Study:
-    """Fit every method on several random splits, test them all on the same images, and say which one to deploy.
+    """Fit every method on several random splits, test them all on the same cases, and say which one to deploy.
 
     Each repeat splits the cases into a part to fit to, one to choose strengths and methods on, and one to test on;
     groups stay together. All methods of a repeat are tested from one read of its test cases. A method that fails is
@@ -125,7 +125,7 @@ def compare(
             "per_method": run.timings(),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        study = Study(json.loads(json.dumps(_plain(document))))
+        study = Study(json.loads(json.dumps(plain(document))))
         if output is not None:
             study.to_csv(folder / "tables.csv")
             study.to_latex(folder / "tables.tex")

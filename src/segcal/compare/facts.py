@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -78,9 +76,3 @@ def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
 def distance_unit(cases: CaseSet) -> str:
     """``mm`` where the cases have a spacing, else ``voxel``."""
     return "voxel" if cases[0].spacing is None else "mm"
-
-
-def versions() -> dict[str, str]:
-    """The versions that decide the numbers."""
-    libraries = {name: version(name) for name in ("torch", "numpy")}
-    return {"segcal": version("segcal"), "python": platform.python_version(), **libraries}

@@ -14,7 +14,7 @@ from segcal.compare.settings import column_name
 from segcal.errors import SegcalError
 from segcal.evaluate import evaluate_many
 from segcal.metrics import Column
-from segcal.results import POOLED, Results, _decode
+from segcal.results import POOLED, Results, number
 from segcal.statistics import EVERYTHING
 
 
@@ -28,7 +28,7 @@ class Evaluation:
     def _rows(self) -> dict[tuple[str, str], dict[str, tuple[float, int]]]:
         found: dict[tuple[str, str], dict[str, tuple[float, int]]] = {}
         for case, region, metric, value, count in self.document["rows"]:
-            found.setdefault((metric, region), {})[case] = (_decode(value), count)
+            found.setdefault((metric, region), {})[case] = (number(value), count)
         return found
 
     @property

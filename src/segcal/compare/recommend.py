@@ -12,10 +12,10 @@ from segcal.compare.settings import UNCALIBRATED, Preserve
 from segcal.inference.arrays import difference
 
 RULE = (
-    "Of the methods that meet the constraints, the one with the lowest NLL on validation images is the best; "
+    "Of the methods that meet the constraints, the one with the lowest NLL on validation cases is the best; "
     "recommended is the one with the fewest parameters among those that lie within one standard error of it, "
     "or within 0.0001 nats. "
-    "The standard error is that of the difference to the best, image by image."
+    "The standard error is that of the difference to the best, case by case."
 )
 # Nobody can see so small a difference; methods that fall back to a simpler one differ by less.
 _NEGLIGIBLE = 1e-4
@@ -36,7 +36,7 @@ class Candidate:
         deployed: Whether these scores are the ones deployed; another pooling of an ensemble moves labels by itself.
         translation_invariant: Whether it ignores offsets of the logits.
         parameters: How many numbers it has.
-        nll: Validation NLL ``(images,)``, means over the repeats; the same images for all candidates.
+        nll: Validation NLL ``(cases,)``, means over the repeats; the same cases for all candidates.
     """
 
     key: str
@@ -108,9 +108,9 @@ def mean_and_error(values: Sequence[float]) -> dict[str, float]:
 
 
 def _within_one_error(values: Sequence[float], best: Sequence[float]) -> bool:
-    # Paired: how hard the images are is in both, and would make every method as good as any other.
+    # Paired: how hard the cases are is in both, and would make every method as good as any other.
     worse = _minus(values, best)
-    mean, error = _mean(worse), _standard_error(worse)  # The error of a single image is NaN, and no reason.
+    mean, error = _mean(worse), _standard_error(worse)  # The error of a single case is NaN, and no reason.
     return mean <= error or mean <= _NEGLIGIBLE
 
 

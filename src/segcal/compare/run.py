@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
@@ -21,9 +24,10 @@ from segcal.compare.sensitivity import SensitivityPlan
 from segcal.compare.settings import UNCALIBRATED, Settings
 from segcal.compare.shifted import ShiftedSet
 from segcal.metrics import Column
+from segcal.threads import torch_threads
 
 # Scores (of all methods and cases) from which on evaluating in processes saves more time than starting them takes.
-_MANY_SCORES = 2**29
+_MANY_SCORES = 2**27
 #: Reasons by method, where something went wrong.
 Failures = dict[str, str]
 
@@ -194,11 +198,16 @@ class Run:
         group = Group(variant_of(part, variant), fits, columns, variant, known, self.settings.seed)
         # Of the group and not of what is left of it: a study that goes on adds up in the order it would have.
         many = left * math.prod(self.cases[0].shape) >= _MANY_SCORES
-        found, failures = evaluate_group(group, self.store, workers if many else 1, step)
+        with nullcontext() if many else self._one_share():
+            found, failures = evaluate_group(group, self.store, workers if many else 1, step)
         self.meter.add(left)
         for key, evaluation in found.items():
             self.seconds[key] = self.seconds.get(key, 0.0) + evaluation.seconds
         return found, {key: f"{what}: {reason}" for key, reason in failures.items()}
+
+    def _one_share(self) -> AbstractContextManager[None]:
+        """As many threads as each of the processes has: torch's threads wait for each other where cores are taken."""
+        return torch_threads(max(1, torch.get_num_threads() // self.workers))
 
     def in_order(self, found: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
         """In the order of the methods, without those that failed."""
@@ -226,7 +235,8 @@ class Run:
             arguments=tuned.arguments(),
         )
         self.meter.next(f"fitting {key} to all calibration and validation cases")
-        run_fits([task], self.store, 1, lambda task: None)
+        with self._one_share():
+            run_fits([task], self.store, 1, lambda task: None)
         return self.store.load(task.key) or tuned
 
     def timings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How much the findings depend on the number of calibration images and of ensemble members."""
+"""How much the findings depend on the number of calibration cases and of ensemble members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from segcal.compare.methods import Method
 from segcal.compare.settings import UNCALIBRATED, Settings
 from segcal.metrics import Column
 
-#: Shares of the calibration images.
+#: Shares of the calibration cases.
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 _COLUMNS = [Column("nll"), Column("ece")]
 
@@ -56,7 +56,7 @@ class SensitivityPlan:
                 for own in dict.fromkeys(map(variant, methods)):
                     group = [m for m in methods if variant(m) == own]
                     fits = {m.key: None if m.id == UNCALIBRATED else task(m.id, own, 0, some) for m in group}
-                    points.append(_Point("size", "images", len(some), own, fits))
+                    points.append(_Point("size", "cases", len(some), own, fits))
         if "members" in settings.sensitivity:
             assert cases.num_members is not None
             for size in range(1, cases.num_members + 1):
@@ -78,7 +78,7 @@ class SensitivityPlan:
     def rows(
         self, fitted: Set[str], evaluate: Callable[..., Mapping[str, Evaluation]]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Means over the test images for every point; methods whose fit failed have none."""
+        """Means over the test cases for every point; methods whose fit failed have none."""
         found: dict[str, list[dict[str, Any]]] = {}
         for point in self.points:
             fits = {key: task and task.key for key, task in point.fits.items() if task is None or task.key in fitted}

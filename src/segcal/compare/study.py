@@ -11,7 +11,7 @@ from typing import Any
 from segcal.compare.tables import csv_text, latex_text
 from segcal.errors import DataError, InputError
 from segcal.files import atomic_path
-from segcal.results import _plain
+from segcal.results import plain
 from segcal.statistics import EVERYTHING
 
 FORMAT, VERSION = "segcal.Study", 1
@@ -54,7 +54,7 @@ class Study:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The document as JSON; also written to ``path`` where one is given."""
-        text = json.dumps(_plain(self.document), indent=1, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(plain(self.document), indent=1, allow_nan=False, ensure_ascii=False)
         if path is not None:
             _write(path, text)
         return text

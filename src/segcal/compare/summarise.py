@@ -52,7 +52,7 @@ class Table:
 
 
 def summary(table: Table, repeats: Repeats, seed: int) -> list[dict[str, Any]]:
-    """Mean over images with its 95% interval, and the mean over repeats of the pooled value."""
+    """Mean over cases with its 95% interval, and the mean over repeats of the pooled value."""
     found = inference.hierarchical_bootstrap(table.values[None], seed=seed)
     return [
         {
@@ -131,7 +131,7 @@ def mean_case_rank(table: Table) -> dict[str, float]:
 
 
 def flips(repeats: Repeats) -> list[dict[str, Any]]:
-    """Labels that calibration changed, over the test images of all repeats."""
+    """Labels that calibration changed, over the test cases of all repeats."""
     rows = []
     for method in repeats[0]:
         counts = dict.fromkeys(("compared", *FLIPS), 0)
@@ -163,7 +163,7 @@ def reliability(
 
 
 def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
-    """Calibration against the distance to the nearest label boundary, all test images of all repeats together."""
+    """Calibration against the distance to the nearest label boundary, all test cases of all repeats together."""
     rows = []
     for method, first in repeats[0].items():
         for band in BANDS:
@@ -192,7 +192,7 @@ def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
 
 
 def bin_sensitivity(table: Table, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """The mean ECE over images for several numbers of bins."""
+    """The mean ECE over cases for several numbers of bins."""
     rows = []
     for count in counts:
         k = table.columns.index((f"ece[num_bins={count}]", EVERYTHING))

@@ -17,7 +17,7 @@ _ARROWS = {"lower": r" $\downarrow$", "higher": r" $\uparrow$", "zero": r" $\to 
 
 
 def csv_text(document: Mapping[str, Any]) -> str:
-    """Method, region, metric, mean, interval, number of images and pooled value."""
+    """Method, region, metric, mean, interval, number of cases and pooled value."""
     text = io.StringIO(newline="")
     columns = ("method", "region", "metric", "mean", "low", "high", "n", "pooled")
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
@@ -27,7 +27,7 @@ def csv_text(document: Mapping[str, Any]) -> str:
 
 
 def latex_text(document: Mapping[str, Any]) -> str:
-    """A ``booktabs`` table for each region; mean over images, the best of each column in bold."""
+    """A ``booktabs`` table for each region; mean over cases, the best of each column in bold."""
     metrics = {metric["id"]: metric for metric in document["metrics"]}
     regions = dict.fromkeys(row["region"] for row in document["summary"])
     tables = [
@@ -54,7 +54,7 @@ def _table(region: str, rows: Sequence[Mapping[str, Any]], metrics: Mapping[str,
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{Mean over test images, region {escape_latex(region)}.}}",
+            rf"\caption{{Mean over test cases, region {escape_latex(region)}.}}",
             rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
             r"\toprule",
             head,

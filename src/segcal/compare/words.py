@@ -12,10 +12,12 @@ from segcal.compare.recommend import Choice
 from segcal.compare.settings import FLIPS, UNCALIBRATED
 from segcal.statistics import EVERYTHING
 
-#: Below so many, a calibrator depends on which images it happened to see.
-FEW_IMAGES = 10
+#: Below so many, a calibrator depends on which cases it happened to see.
+FEW_CASES = 10
 #: Below so many, what a calibrator learns of a class is mostly chance.
 FEW_VOXELS = 1000
+# Another method's ECE is worth a word below this share of the chosen one's.
+_CLEARLY = 0.9
 _POOLED = {
     "single": "the logits of the first ensemble member alone",
     "probs": "ensemble members pooled by the mean of their probabilities",
@@ -29,15 +31,15 @@ class Evidence:
 
     Attributes:
         methods: Rows of the methods, by key.
-        summary: Rows of NLL and ECE over whole test images, by key and metric.
+        summary: Rows of NLL and ECE over whole test cases, by key and metric.
         differences: The same against uncalibrated.
         flips: Changed labels, by key.
         diagnosis: Findings of the scores as they are.
-        images: In the smallest calibration part.
+        cases: In the smallest calibration part.
         voxels: Of every class in that part.
-        validation: Uncalibrated NLL of the validation images.
-        test: The same of the test images.
-        shift: Results on shifted images, where there are some.
+        validation: Uncalibrated NLL of the validation cases.
+        test: The same of the test cases.
+        shift: Results on shifted cases, where there are some.
     """
 
     methods: Mapping[str, Mapping[str, Any]]
@@ -45,7 +47,7 @@ class Evidence:
     differences: Mapping[tuple[str, str], Mapping[str, Any]]
     flips: Mapping[str, Mapping[str, Any]]
     diagnosis: Mapping[str, Any]
-    images: int
+    cases: int
     voxels: Mapping[str, int]
     validation: Sequence[float]
     test: Sequence[float]
@@ -60,15 +62,17 @@ def sentences(choice: Choice, evidence: Evidence) -> list[str]:
     )
     found = [
         f"As it is, the network is {evidence.diagnosis['set']['verdict']}: ECE {before['ece']}, "
-        f"NLL {before['nll']}, means over test images with 95% intervals."
+        f"NLL {before['nll']}, means over test cases with 95% intervals."
     ]
     if choice.method == UNCALIBRATED:
-        found.append("Leave it as it is: no allowed method is better by more than one standard error.")
+        alone = "there is no other method to choose from"
+        others = "no allowed method is better by more than one standard error"
+        found.append(f"Leave it as it is: {others if len(choice.candidates) > 1 else alone}.")
     else:
         method = evidence.methods[choice.method]
         found.append(
             f"Use {choice.method} ({method['name']}): it gives ECE {after['ece']} and NLL {after['nll']} "
-            "on the same images."
+            "on the same cases."
         )
         found += [_how_sure(metric, evidence.differences[choice.method, metric.lower()]) for metric in ("ECE", "NLL")]
         found.append(_labels(method, evidence.flips[choice.method]))
@@ -78,14 +82,14 @@ def sentences(choice: Choice, evidence: Evidence) -> list[str]:
 
 
 def caveats(choice: Choice, evidence: Evidence, seed: int) -> list[str]:
-    """Reasons for care: few images, rare classes, shift, offsets, failed methods; ``seed`` is the bootstrap's."""
+    """Reasons for care: few cases, rare classes, shift, offsets, failed methods; ``seed`` is the bootstrap's."""
     found = []
-    if evidence.images < FEW_IMAGES:
-        few = _count(evidence.images, "image")
-        found.append(f"Each method was fitted to {few}: with fewer than {FEW_IMAGES}, chance has a say.")
-    if len(evidence.test) < FEW_IMAGES:
-        few = _count(len(evidence.test), "image")
-        found.append(f"Tested on {few}: with fewer than {FEW_IMAGES}, intervals are too narrow.")
+    if evidence.cases < FEW_CASES:
+        few = _count(evidence.cases, "case")
+        found.append(f"Each method was fitted to {few}: with fewer than {FEW_CASES}, chance has a say.")
+    if len(evidence.test) < FEW_CASES:
+        few = _count(len(evidence.test), "case")
+        found.append(f"Tested on {few}: with fewer than {FEW_CASES}, intervals are too narrow.")
     if absent := [name for name, count in evidence.voxels.items() if count == 0]:
         found.append(f"Not one calibration voxel is labelled {_listed(absent)}: nothing was learnt of it.")
     if rare := [name for name, count in evidence.voxels.items() if 0 < count < FEW_VOXELS]:
@@ -93,9 +97,10 @@ def caveats(choice: Choice, evidence: Evidence, seed: int) -> list[str]:
     ends = [inference.bootstrap_interval(values, seed=seed) for values in (evidence.validation, evidence.test)]
     if ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]:
         found.append(
-            "Validation and test images differ: the 95% intervals of the uncalibrated NLL, "
+            "Validation and test cases differ: the 95% intervals of the uncalibrated NLL, "
             f"{ends[0][0]:.4f} to {ends[0][1]:.4f} and {ends[1][0]:.4f} to {ends[1][1]:.4f}, do not meet."
         )
+    found += _better_by_ece(choice, evidence)
     gauge = evidence.diagnosis["gauge"]
     if not evidence.methods[choice.method]["translation_invariant"] and gauge["risk"] in ("some", "high"):
         found.append(
@@ -105,6 +110,18 @@ def caveats(choice: Choice, evidence: Evidence, seed: int) -> list[str]:
     if failed := [key for key, method in evidence.methods.items() if method["status"] == "failed"]:
         found.append(f"{_count(len(failed), 'method')} failed and could not be chosen: {', '.join(failed)}.")
     return found
+
+
+def _better_by_ece(choice: Choice, evidence: Evidence) -> list[str]:
+    """A method that was not chosen, but is better calibrated in the winning class: a reader will see it and wonder."""
+    ece = {key: evidence.summary[key, "ece"]["mean"] for key in choice.candidates}
+    lowest = min(ece, key=lambda key: math.inf if math.isnan(ece[key]) else ece[key])
+    if not ece[lowest] < _CLEARLY * ece[choice.method]:
+        return []
+    return [
+        f"{lowest} has a lower ECE ({ece[lowest]:.4f}, {choice.method} {ece[choice.method]:.4f}). Methods are chosen "
+        "by NLL, which judges all classes; where only the confidence in the label is used, it may be the better choice."
+    ]
 
 
 def _why(choice: Choice, evidence: Evidence) -> list[str]:
@@ -138,12 +155,16 @@ def _under_shift(method: str, entry: Mapping[str, Any]) -> str:
 
 def _how_sure(metric: str, row: Mapping[str, Any]) -> str:
     if math.isnan(row["low"]):
-        return f"{metric} changes by {row['mean']:+.4f}; one test image says nothing of how sure that is."
+        return f"{metric} changes by {row['mean']:+.4f}; one test case says nothing of how sure that is."
     sure = "is lower" if row["high"] < 0 else "is higher" if row["low"] > 0 else "may be lower or higher"
     return (
-        f"Image by image, {metric} {sure}: {row['mean']:+.4f} on average, 95% interval {row['low']:+.4f} to "
-        f"{row['high']:+.4f} over {_count(row['n'], 'image')} (Wilcoxon, adjusted p = {row['p_adjusted']:.2g})."
+        f"Case by case, {metric} {sure}: {row['mean']:+.4f} on average, 95% interval {row['low']:+.4f} to "
+        f"{row['high']:+.4f} over {_count(row['n'], 'case')} (Wilcoxon, adjusted {_chance(row['p_adjusted'])})."
     )
+
+
+def _chance(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
 def _labels(method: Mapping[str, Any], flips: Mapping[str, Any]) -> str:
@@ -152,7 +173,7 @@ def _labels(method: Mapping[str, Any], flips: Mapping[str, Any]) -> str:
         return "It cannot change a label: the masks stay as they are."
     share = changed / flips["compared"] if flips["compared"] else 0.0
     counts = f"{flips['harmful']:,} for the worse, {flips['beneficial']:,} for the better"
-    return f"It changed {share:.3%} of the labels of the test images: {counts}."
+    return f"It changed {share:.3%} of the labels of the test cases: {counts}."
 
 
 def _with_interval(row: Mapping[str, Any]) -> str:

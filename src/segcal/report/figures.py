@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from segcal.results import number
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -85,10 +87,6 @@ def _names(study: Mapping[str, Any]) -> dict[str, str]:
     return {method["key"]: method["name"] for method in study["methods"]}
 
 
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
-
-
 def _colour(key: str, after: str) -> str:
     from segcal.plots import style
 
@@ -103,8 +101,8 @@ def _methods(
 
     first = next(iter(shown))
     keys = sorted(
-        {method for method, metric in rows if metric == first and not math.isnan(_number(rows[method, first]["mean"]))},
-        key=lambda key: _number(rows[key, first]["mean"]),
+        {method for method, metric in rows if metric == first and not math.isnan(number(rows[method, first]["mean"]))},
+        key=lambda key: number(rows[key, first]["mean"]),
     )
     names = _names(study)
     canvas = style.canvas(None, 2.2 + 2.1 * len(shown), 0.9 + 0.26 * len(keys))
@@ -112,7 +110,7 @@ def _methods(
     for ax, (metric, name) in zip(grid, shown.items(), strict=True):
         for place, key in enumerate(keys):
             _interval(ax, rows.get((key, metric)), float(place), _colour(key, after))
-        baseline = _number(rows[_BASELINE, metric]["mean"]) if (_BASELINE, metric) in rows else math.nan
+        baseline = number(rows[_BASELINE, metric]["mean"]) if (_BASELINE, metric) in rows else math.nan
         ax.axvline(baseline, color=style.FAINT, linewidth=1, linestyle="--", zorder=1)
         style.tidy(ax, title=name)
     grid[0].set_yticks(range(len(keys)), [style.shortened(names[key], 36) for key in keys])
@@ -122,8 +120,8 @@ def _methods(
 
 def _interval(ax: Axes, row: Mapping[str, Any] | None, place: float, colour: str) -> None:
     if row is not None:
-        ax.plot([_number(row["low"]), _number(row["high"])], [place, place], color=colour, linewidth=1.4, zorder=2)
-        ax.plot([_number(row["mean"])], [place], "o", color=colour, markersize=4.5, zorder=3)
+        ax.plot([number(row["low"]), number(row["high"])], [place, place], color=colour, linewidth=1.4, zorder=2)
+        ax.plot([number(row["mean"])], [place], "o", color=colour, markersize=4.5, zorder=3)
 
 
 def _tradeoff(rows: Mapping[tuple[str, str], Mapping[str, Any]], quality: str, name: str, after: str) -> Figure:
@@ -133,7 +131,7 @@ def _tradeoff(rows: Mapping[tuple[str, str], Mapping[str, Any]], quality: str, n
     canvas = style.canvas(None, 5.6, 3.8)
     ax = canvas.subplots()
     for index, (key, colour) in enumerate(zip(keys, class_colours(len(keys)), strict=True)):
-        x, y = (_number(rows[key, metric]["mean"]) for metric in ("ece", quality))
+        x, y = (number(rows[key, metric]["mean"]) for metric in ("ece", quality))
         # Methods that keep every label lie side by side: names beside the marks would cover each other.
         size = 8 if key == after else 5.5
         ax.plot([x], [y], "osD^v"[index % 5], color=colour, markersize=size, linestyle="none", label=key, zorder=3)
@@ -150,7 +148,7 @@ def _bands(study: Mapping[str, Any], after: str) -> Figure:
     canvas = style.canvas(None, 5.0, 3.4)
     ax = canvas.subplots()
     for key in dict.fromkeys((_BASELINE, after)):
-        own = {row["band"]: _number(row["ece"]) for row in study["bands"] if row["method"] == key}
+        own = {row["band"]: number(row["ece"]) for row in study["bands"] if row["method"] == key}
         values = [own.get(band, math.nan) for band in bands]
         ax.plot(range(len(bands)), values, "o-", color=_colour(key, after), label=_names(study)[key], markersize=4.5)
     ends = [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from segcal.report.pictures import embed_pictures
+from segcal.results import number
 
 # Together with the charts' numbers these keep the page below 15 MB, which mail and phones still take.
 MOST_CASE_BYTES = 4_000_000
@@ -86,7 +87,7 @@ def pack_cases(study: Mapping[str, Any], *, most_bytes: int = MOST_CASE_BYTES) -
         total = np.zeros((len(methods), len(ids)))
         count = np.zeros((len(methods), len(ids)))
         for entry in groups[region, metric]:
-            values = np.array([_number(value) for value in entry["values"]])
+            values = np.array([number(value) for value in entry["values"]])
             where = tested[entry["repeat"]]
             defined = ~np.isnan(values)
             np.add.at(total, (row[entry["method"]], where[defined]), values[defined])
@@ -111,14 +112,10 @@ def _reliability(row: Mapping[str, Any]) -> dict[str, Any]:
     """Means instead of sums: a few digits of them are enough to draw."""
     count = [int(value) for value in row["count"]]
     mean = {
-        name: [None if not n else round(_number(value) / n, 5) for value, n in zip(row[sums], count, strict=True)]
+        name: [None if not n else round(number(value) / n, 5) for value, n in zip(row[sums], count, strict=True)]
         for name, sums in (("confidence", "confidence"), ("accuracy", "correct"))
     }
     return {"method": row["method"], "region": row["region"], "class": row["class"], "count": count, **mean}
-
-
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _rounded(value: Any) -> Any:

@@ -22,6 +22,14 @@ const CLASS_COLOURS = [
   "rgb(213 94 0)",
 ];
 
+// More classes take hues a golden angle apart.
+function classColour(index) {
+  if (index < CLASS_COLOURS.length) return CLASS_COLOURS[index];
+  const turn = 0.382 * (index - CLASS_COLOURS.length);
+  const channel = (third) => Math.trunc(60 + 180 * (0.5 + 0.5 * Math.cos(2 * Math.PI * (turn + third / 3))));
+  return `rgb(${channel(0)} ${channel(1)} ${channel(2)})`;
+}
+
 const confidenceKey = () => ramp(CONFIDENCE_COLOURS, ["0%", "50%", "100% sure"]);
 const PANELS = {
   image: ["Image"],
@@ -144,9 +152,7 @@ function browserSection() {
     ),
     sliderRow,
     pictures,
-    data.num_classes <= CLASS_COLOURS.length
-      ? swatches([...data.class_names.map((name, index) => [CLASS_COLOURS[index], name]), IGNORED_COLOUR])
-      : null,
+    swatches([...data.class_names.map((name, index) => [classColour(index), name]), IGNORED_COLOUR]),
     numbers,
   );
   show(0);

@@ -84,7 +84,7 @@ const SENSITIVITY = {
     "Number of bins of the ECE",
     "The measured ECE depends on how finely confidence is binned; the order of the methods should not.",
   ],
-  size: ["images", "Calibration cases", "How many cases a method needs before it is worth having."],
+  size: ["cases", "Calibration cases", "How many cases a method needs before it is worth having."],
   members: ["members", "Ensemble members", "Whether more members change what calibration is needed."],
 };
 
