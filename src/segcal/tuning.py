@@ -32,6 +32,8 @@ Values = dict[Select, Measure]  # of one image
 STRENGTHS = (math.inf, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 _METRICS: dict[Select, Callable[[VoxelStatistics], Measure]] = {"nll": nll, "ece": ece, "brier": brier}
 _FOLDS = 5
+#: Voxels that the calibrators of a path are fitted to; the chosen one is then fitted to the usual number.
+PATH_VOXELS = 100_000
 
 
 @dataclass(frozen=True)
@@ -127,19 +129,20 @@ def _follow_path(
     else:
         raise InputError("one case and no validation cases", expected="at least two cases to choose a strength by")
     values: list[list[Values]] = [[] for _ in falling]
-    paths = []
     for number, (fitted_to, chosen_on) in enumerate(parts):
         progress(f"path {number + 1} of {len(parts)}")
-        paths.append(_path(calibrator, fitted_to, falling, seed))
-        for own, images in zip(values, _measure(paths[-1], chosen_on), strict=True):
+        first = FirstPass.over(fitted_to, SAMPLE_VOXELS, seed)
+        path = _path(calibrator, first, fitted_to, falling)
+        for own, images in zip(values, _measure(path, chosen_on), strict=True):
             own += images
     tried = [Trial.of({"shrinkage": strength}, own) for strength, own in zip(falling, values, strict=True)]
     best = _choose(values, select)
-    if validation is not None:
-        tuned = paths[0][best]
-    else:
-        progress("fitting to all")
-        tuned = _path(calibrator, calibration, falling[: best + 1], seed)[-1]
+    progress("fitting with the strength chosen")
+    if validation is None:
+        first = FirstPass.over(calibration, SAMPLE_VOXELS, seed)
+    tuned = type(calibrator)(**{**calibrator.arguments(), "shrinkage": falling[best]})
+    with blas_threads(1):
+        tuned.fit_from(first, calibration, path[best])
     chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
     alike = "" if select == "nll" else f" among those of {select} within a standard error of the lowest"
     note = f"of {len(tried)} tried, shrinkage {falling[best]:g} has the lowest nll{alike}, on {chosen_on_what}"
@@ -163,15 +166,15 @@ def _choose(values: Sequence[Sequence[Values]], select: Select) -> int:
 
 
 def _path(
-    calibrator: ExpertCalibrator, cases: CaseSet, strengths: Sequence[float], seed: int
+    calibrator: ExpertCalibrator, first: FirstPass, cases: CaseSet, strengths: Sequence[float]
 ) -> list[ExpertCalibrator]:
-    """Fitted calibrators, one for each strength, all to the same sample of voxels."""
-    first = FirstPass.over(cases, SAMPLE_VOXELS, seed)
+    """Fitted calibrators, one for each strength, all to the same part of the sample: enough to compare strengths."""
+    part = replace(first, sample=first.sample.thin(PATH_VOXELS)) if len(first.sample) > PATH_VOXELS else first
     path: list[ExpertCalibrator] = []
     with blas_threads(1):
         for strength in strengths:
             arguments = {**calibrator.arguments(), "shrinkage": strength}
-            path.append(type(calibrator)(**arguments).fit_from(first, cases, path[-1] if path else None))
+            path.append(type(calibrator)(**arguments).fit_from(part, cases, path[-1] if path else None))
     return path
 
 
