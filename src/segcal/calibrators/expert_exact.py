@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Fitted
-from segcal.calibrators.expert_fit import Rows, Sums, expert_sums
+from segcal.calibrators.expert_fit import Rows, Sums, expert_map, expert_sums
 from segcal.calibrators.expert_problem import ExpertProblem
 from segcal.calibrators.first_pass import FirstPass
 from segcal.calibrators.penalty import Quadratic, odir
 from segcal.cases import CaseSet
-from segcal.kernels import ExpertMap, Features, fast_maps
-from segcal.sampling import VoxelSample
-from segcal.solvers import Solution, projected_newton, sampled_newton
+from segcal.kernels import Features, fast_maps
+from segcal.sampling import VoxelSample, VoxelSampler
+from segcal.solvers import Solution, projected_newton, sampled_newton, secant_newton
 
 if TYPE_CHECKING:
     from segcal.calibrators.experts import ExpertCalibrator
@@ -31,6 +31,11 @@ SAMPLE_VOXELS = 400_000
 _CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 100_000, 15
 # and the part of those on which Newton's method starts.
 _START = 3
+# Free maps of one class each have so many parameters that they fit a sample by going astray on all other voxels: they
+# need more voxels, few steps to start with,
+_VOXELS_PER_FREE_PARAMETER, _FREE_STEPS = 60, 6
+# and samples drawn anew by how sure and how right the map is by now: after so many passes, so many times.
+_PASSES, _SAMPLES = 12, 2
 #: An expert with fewer voxels than this for each of its parameters is shrunk toward its parent.
 STARVED = 10
 # Curvature given to shifts of all classes alike, which no softmax sees, so that they stay where they are.
@@ -68,26 +73,42 @@ def fit_exactly(
             return problem.with_gradient(_stream(cases, theta, features, fast=not first.impossible), x)
         return problem.with_gradient(expert_sums(whole_rows(), theta, features, threads=threads), x)
 
-    rich = max(_CURVATURE_VOXELS, _VOXELS_PER_PARAMETER * centre.size)
+    astray = calibrator.routed and not calibrator.constrained
+    rich = max(_CURVATURE_VOXELS, (_VOXELS_PER_FREE_PARAMETER if astray else _VOXELS_PER_PARAMETER) * centre.size)
     x = problem.x(centre if start is None else start)
     rough = 1e-6 if calibrator.routed else 1e-4  # experts have few voxels each, and wander off from a rough start
     if len(sample) > rich // _START and start is None:
         few = _rows(sample.thin(rich // _START), features, len(centre))
-        x = projected_newton(lambda x: problem.with_curvature(few, x), x, *limits, tolerance=rough).value
+        x = projected_newton(
+            lambda x: problem.with_curvature(few, x),
+            x,
+            *limits,
+            tolerance=rough,
+            max_iterations=_FREE_STEPS if astray and streaming else 100,
+        ).value
     solution: Solution[FloatArray]
     if len(sample) <= rich and not streaming:
         solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), x, *limits)
     else:
-        some = _rows(sample.thin(rich), features, len(centre))
-        solution = sampled_newton(lambda x: problem.with_curvature(some, x), whole, x, *limits, gain=_GAIN)
-        if not solution.converged:  # some expert has too few voxels in this part to be guided by them
-            x = solution.value
-            if streaming:
-                solution = sampled_newton(
-                    lambda x: problem.with_curvature(whole_rows(), x), whole, x, *limits, gain=_GAIN
-                )
-            else:
-                solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), x, *limits)
+        some = _rows(sample.thin(rich) if rich < len(sample) else sample, features, len(centre))
+        solution = sampled_newton(
+            lambda x: problem.with_curvature(some, x), whole, x, *limits, gain=_GAIN, max_passes=_PASSES
+        )
+        for _ in range(_SAMPLES):
+            if solution.converged or cases is None or not streaming:
+                break
+            drawn = _sample_anew(cases, problem.theta(solution.value), features, sample, rich)
+            some = _rows(drawn, features, len(centre))
+            solution = sampled_newton(
+                partial(problem.with_curvature, some), whole, solution.value, *limits,
+                gain=_GAIN, max_passes=_PASSES, first_steps=0,
+            )  # fmt: skip
+        if not solution.converged and streaming:
+            curvature = problem.with_curvature(some, solution.value)[2]
+            blocks = [(slice(None), curvature)] if isinstance(curvature, np.ndarray) else curvature
+            solution = secant_newton(whole, solution.value, blocks, *limits, gain=_GAIN)
+        if not solution.converged and not streaming:  # some expert has too few voxels in this part
+            solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), solution.value, *limits)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 
@@ -95,10 +116,24 @@ def _rows(sample: VoxelSample, features: Features, experts: int) -> Rows:
     return Rows.of(sample.logits, sample.labels, sample.weights, features, experts)
 
 
+def _sample_anew(
+    cases: CaseSet, theta: FloatArray, features: Features, sample: VoxelSample, voxels: int
+) -> VoxelSample:
+    """A sample drawn by how sure and how right a map is: what it does not fit is then in it."""
+    mapping = expert_map(theta, features)
+    sampler = VoxelSampler(sample.logits.shape[1], min(voxels, len(sample)))
+    for case in cases:
+        for chunk in case.chunks():
+            fast = fast_maps(chunk.logits)
+            mapped = mapping(chunk.logits) if fast is None else fast.apply_experts(chunk.logits, mapping, keep=False)
+            sampler.add(chunk.logits, chunk.labels, chunk.valid, mapped)
+        del case
+    return sampler.sample()
+
+
 def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool) -> Sums:
     """Sums over every voxel of the cases; the fast loops know nothing of impossible classes."""
-    values = torch.from_numpy(theta)
-    mapping = ExpertMap(features, values[:, :, :-1], values[:, :, -1])
+    mapping = expert_map(theta, features)
     nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
     for case in cases:
         for chunk in case.chunks():

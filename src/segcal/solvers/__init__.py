@@ -10,6 +10,7 @@ from segcal.solvers.lbfgs import projected_lbfgs
 from segcal.solvers.newton import Hessian, Problem, projected_newton
 from segcal.solvers.sampled import Whole, sampled_newton
 from segcal.solvers.scalar import newton_1d
+from segcal.solvers.secant import secant_newton
 from segcal.solvers.solution import Solution
 from segcal.solvers.stochastic import Epoch, Training, adam
 
@@ -25,4 +26,5 @@ __all__ = [
     "projected_lbfgs",
     "projected_newton",
     "sampled_newton",
+    "secant_newton",
 ]

@@ -17,7 +17,12 @@ Whole = Callable[[FloatArray], tuple[Any, FloatArray]]
 
 # Steps on the sample, at first and after every pass: its minimum is not the one wanted, so near it is enough.
 _FIRST_STEPS, _STEPS = 2, 1
-_SHORTER = 0.3  # a refused step is shortened to this
+# Damping of a block whose step was refused; it changes by this factor and ends below the first,
+_DAMPING, _FACTOR = 0.05, 4.0
+# where the model was good: the decrease was at least this share of what it promised;
+_GOOD = 0.75
+# and the share of the mean curvature that it adds where the sample sees none.
+_EVENLY = 1e-3
 # A step refused so often that by now promises less than the error of f, relative to f, cannot be judged.
 _REFUSALS, _NOISE = 5, 1e-7
 # A sample that finds no way down from a larger certificate than this is no guide: the minimum is elsewhere.
@@ -34,6 +39,7 @@ def sampled_newton(
     gain: float = 1e-7,
     tolerance: float = 1e-8,
     max_passes: int = 30,
+    first_steps: int = _FIRST_STEPS,
 ) -> Solution[FloatArray]:
     """The minimum of a smooth convex f over a box, from the curvature of a sample and a few gradients of f.
 
@@ -41,7 +47,8 @@ def sampled_newton(
     g_s that of the sample's f_s, the next point is the minimum over the box of ``f_s(y) + (g - g_s).y``, which has the
     slope of f at x and the shape of f_s everywhere (Shamir, Srebro and Zhang, ICML 2014). The distance to the minimum
     shrinks at every pass by about the relative difference of the two Hessians. Blocks, as in ``projected_newton``, are
-    judged each on its own; one that does not fall goes back and tries a shorter step.
+    judged each on its own; one that does not fall goes back and takes steps of a quadratic model with more curvature
+    (Levenberg, Marquardt): the sample may see none where the others fall steeply.
 
     Args:
         sample: ``x -> (value, gradient, Hessian)`` of the sample, as for ``projected_newton``.
@@ -52,6 +59,7 @@ def sampled_newton(
         gain: Done when the tilted sample promises to lower f by no more than this; also done at ``tolerance``.
         tolerance: Done when the certificate of ``segcal.solvers.Solution`` is at most this.
         max_passes: Evaluations of f at most.
+        first_steps: Newton steps on the sample alone to begin with; 0 where the start is better than its minimum.
 
     Examples:
         >>> data = np.random.default_rng(0).normal(3.0, 1.0, 10_000)
@@ -64,7 +72,7 @@ def sampled_newton(
     """
     box = Box(lower, upper, len(checked_start(start)))
     sample = _remembering(sample)
-    first = projected_newton(sample, start, lower, upper, tolerance=tolerance, max_iterations=_FIRST_STEPS)
+    first = projected_newton(sample, start, lower, upper, tolerance=tolerance, max_iterations=first_steps)
     x = first.value
     hessian = sample(x)[2]
     indices: list[Index] = [slice(None)] if isinstance(hessian, np.ndarray) else [index for index, _ in hessian]
@@ -85,7 +93,7 @@ def sampled_newton(
 
     def unfinished(part: _Part, index: Index) -> bool:
         uncertain = box[index].certificate(part.x, part.gradient) > tolerance
-        rounding = _SHORTER**part.refusals * part.promised <= _NOISE * abs(part.value)
+        rounding = part.promised <= _NOISE * abs(part.value)
         return uncertain and part.promised > enough and not (part.refusals >= _REFUSALS and rounding)
 
     def stuck(part: _Part, index: Index) -> bool:
@@ -93,16 +101,21 @@ def sampled_newton(
 
     while passes < max_passes:
         here, slope = gather()
-        if any(part.refusals == 0 for part in parts):
-            target, promised = _minimise_tilted(sample, here, slope, indices, box, tolerance, enough)
-            for index, part, own in zip(indices, parts, promised, strict=True):
-                if part.refusals == 0:
-                    part.step, part.promised = target[index] - part.x, float(own)
+        if any(part.moved for part in parts):
+            tilted = _minimise_tilted(sample, here, slope, indices, box, tolerance, enough)
+            for index, part, block, found, own in zip(indices, parts, *tilted, strict=True):
+                if part.moved:
+                    part.moved, part.hessian, part.step, part.promised = False, block, found - part.x, float(own)
+                    if part.damping or stuck(part, index):
+                        part.damp(box[index], part.damping or _DAMPING)
+        for index, part in zip(indices, parts, strict=True):
+            if part.refusals:
+                part.damp(box[index], max(_FACTOR * part.damping, _DAMPING))
         moving = [(index, part) for index, part in zip(indices, parts, strict=True) if unfinished(part, index)]
         if not moving:
             break
         for index, part in moving:
-            x[index] = box[index].project(part.x + _SHORTER**part.refusals * part.step)
+            x[index] = box[index].project(part.x + part.step)
         value, gradient = whole(x.copy())
         passes += 1
         for (index, part), own in zip(zip(indices, parts, strict=True), np.asarray(value).reshape(-1), strict=True):
@@ -135,12 +148,23 @@ class _Part:
 
     def __init__(self, x: FloatArray, value: float, gradient: FloatArray) -> None:
         self.x, self.value, self.gradient = x, value, gradient
-        self.step, self.promised, self.refusals = np.zeros_like(x), np.inf, 0
+        self.step, self.promised, self.refusals, self.moved = np.zeros_like(x), np.inf, 0, True
+        self.hessian, self.damping = np.zeros((len(x), len(x))), 0.0  # of the sample, here
+
+    def damp(self, box: Box, damping: float) -> None:
+        """Aim at the minimum of the quadratic model with additional curvature."""
+        diagonal = self.hessian.diagonal()
+        damped = self.hessian + np.diag(damping * (diagonal + _EVENLY * diagonal.mean()))
+        self.step = minimise_quadratic(damped, self.gradient, self.x, box) - self.x
+        self.promised = -float(self.gradient @ self.step + 0.5 * self.step @ damped @ self.step)
+        self.damping = damping
 
     def judge(self, x: FloatArray, value: float, gradient: FloatArray) -> None:
-        """Take the trial point where f is lower, else try a shorter step."""
+        """Take the trial point where f is lower."""
         if np.isfinite(gradient).all() and value < self.value:
-            self.x, self.value, self.gradient, self.refusals = x, value, gradient, 0
+            if self.value - value >= _GOOD * self.promised:
+                self.damping = self.damping / _FACTOR if self.damping > _DAMPING else 0.0
+            self.x, self.value, self.gradient, self.refusals, self.moved = x, value, gradient, 0, True
         else:
             self.refusals += 1
 
@@ -168,8 +192,8 @@ def _minimise_tilted(
     box: Box,
     tolerance: float,
     enough: float,
-) -> tuple[FloatArray, FloatArray]:
-    """The minimum of the tilted sample, and the decrease that it promises in every block."""
+) -> tuple[list[FloatArray], list[FloatArray], FloatArray]:
+    """For every block, the sample's Hessian, the minimum of the tilted sample, and the decrease that it promises."""
     _, own_gradient, hessian = sample(x)
     tilt = gradient - own_gradient
     blocks = [hessian] if isinstance(hessian, np.ndarray) else [block for _, block in hessian]
@@ -184,7 +208,7 @@ def _minimise_tilted(
         ]
     )
     if (expected <= enough).all():  # as the quadratic model has it, which needs no evaluation
-        return x, expected
+        return blocks, [x[index] for index in indices], expected
 
     def tilted(y: FloatArray) -> tuple[Any, FloatArray, Any]:
         value, slope, hessian = sample(y)
@@ -193,4 +217,4 @@ def _minimise_tilted(
 
     found = projected_newton(tilted, x, box.lower, box.upper, tolerance=tolerance, max_iterations=_STEPS)
     before, after = (np.asarray(tilted(y)[0], np.float64).reshape(-1) for y in (x, found.value))
-    return found.value, before - after
+    return blocks, [found.value[index] for index in indices], before - after
