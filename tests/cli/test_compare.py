@@ -58,6 +58,17 @@ def test_compare_writes_a_report_and_says_what_to_deploy(run, data, tmp_path):
     assert again == document
 
 
+def test_a_study_of_which_nothing_worked_is_an_error(run, data, tmp_path, monkeypatch):
+    def broken(*arguments, **options):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(segcal.calibrators.TemperatureScaling, "fit", broken)
+    code, text, error = run("compare", data, "--methods", "ts", "-o", tmp_path / "report", *QUICK)
+    assert code == 1
+    assert "by zero" in text
+    assert "every method failed" in error
+
+
 def test_shifted_data_and_a_model_from_a_module(run, data, tmp_path, monkeypatch):
     other = tmp_path / "other"
     write_dataset(scenes(4, size=(32, 40), plant=[Temperature(4.0)], seed=7), other)

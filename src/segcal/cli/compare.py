@@ -26,7 +26,7 @@ from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
 from segcal.compare import Step, Study, compare
 from segcal.compare.engine import STUDY_METRICS
-from segcal.errors import InputError
+from segcal.errors import InputError, SegcalError
 from segcal.regions import REGIONS
 
 
@@ -142,6 +142,8 @@ def compare_command(
         out.print_json(study.to_json())
     else:
         show_study(study, report)
+    if all(method["status"] == "failed" for method in study.document["methods"][1:]):
+        raise SegcalError("every method failed", where="--methods", fix="the reasons are among the notes above")
 
 
 def show_study(study: Study, report: Path) -> None:
