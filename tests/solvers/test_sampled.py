@@ -216,3 +216,19 @@ def test_the_start_may_lie_outside_the_box_and_equal_bounds_hold():
     solution = sampled_newton(sample, without_hessian(whole), np.full(6, 9.0), lower, upper, gain=1e-12)
     assert solution.value[2] == 0.25
     assert_minimum(solution, whole, np.full(6, 9.0), lower, upper)
+
+
+def test_where_the_sample_sees_no_curvature():
+    """The whole is steep along the second variable, of which the sample knows nothing: a bare step would be endless."""
+    centre = np.array([1.0, -2.0])
+
+    def whole(x):
+        d = x - centre
+        return 0.5 * d[0] ** 2 + 50 * d[1] ** 2, np.array([d[0], 100 * d[1]])
+
+    def sample(x):
+        return 0.5 * (x[0] - 1) ** 2, np.array([x[0] - 1, 0.0]), np.diag([1.0, 0.0])
+
+    solution = sampled_newton(sample, whole, [5.0, 5.0], gain=1e-10, max_passes=400)
+    assert solution.converged
+    np.testing.assert_allclose(solution.value, centre, atol=1e-3)

@@ -80,7 +80,7 @@ def fit_exactly(
     if len(sample) > rich // _START and start is None:
         few = _rows(sample.thin(rich // _START), features, len(centre))
         x = projected_newton(
-            lambda x: problem.with_curvature(few, x),
+            partial(problem.with_curvature, few),
             x,
             *limits,
             tolerance=rough,
@@ -88,11 +88,11 @@ def fit_exactly(
         ).value
     solution: Solution[FloatArray]
     if len(sample) <= rich and not streaming:
-        solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), x, *limits)
+        solution = projected_newton(partial(problem.with_curvature, whole_rows()), x, *limits)
     else:
         some = _rows(sample.thin(rich) if rich < len(sample) else sample, features, len(centre))
         solution = sampled_newton(
-            lambda x: problem.with_curvature(some, x), whole, x, *limits, gain=_GAIN, max_passes=_PASSES
+            partial(problem.with_curvature, some), whole, x, *limits, gain=_GAIN, max_passes=_PASSES
         )
         for _ in range(_SAMPLES):
             if solution.converged or cases is None or not streaming:
@@ -108,7 +108,7 @@ def fit_exactly(
             blocks = [(slice(None), curvature)] if isinstance(curvature, np.ndarray) else curvature
             solution = secant_newton(whole, solution.value, blocks, *limits, gain=_GAIN)
         if not solution.converged and not streaming:  # some expert has too few voxels in this part
-            solution = projected_newton(lambda x: problem.with_curvature(whole_rows(), x), solution.value, *limits)
+            solution = projected_newton(partial(problem.with_curvature, whole_rows()), solution.value, *limits)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from segcal.solvers.quadratic import minimise_quadratic
+from segcal.solvers.sampled import Whole
 from segcal.solvers.solution import Box, FloatArray, Solution, checked_start, converged_message, refuse_start
-
-#: ``x -> (value, gradient)``; for several blocks the value is an array with the share of each.
-Whole = Callable[[FloatArray], tuple[Any, FloatArray]]
 
 _SHORTER = 0.25  # a refused step is shortened to this
 _DECREASE = 1e-4  # of what the slope promises, at least
