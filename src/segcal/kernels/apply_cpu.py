@@ -31,6 +31,8 @@ from segcal.kernels.experts import ExpertMap
 from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
 from segcal.kernels.pool import in_threads
 
+# Scores in a block: while one is worked on, memory is asked for the next, and both shall be in the second cache.
+_SCORES = 10240
 # Maps columns start..stop of a matrix (C, V) to another matrix, from a column on.
 Loop = Callable[[NDArray[Any], int, int, NDArray[Any], int], None]
 
@@ -45,7 +47,7 @@ def apply_temperature(logits: Tensor, beta: float, threads: int | None = None) -
     classes = logits.shape[1]
 
     def new_loop(rounding: int) -> Loop:
-        block = apply_loops.new_block(classes, block_size(classes))
+        block = apply_loops.new_block(classes, block_size(classes, _SCORES))
         return lambda x, start, stop, out, to: apply_loops.temperature_range(
             x, start, stop, np.float32(beta), rounding, block, out, to
         )
@@ -65,8 +67,8 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
     experts = pack(expert_map, classes)
 
     def new_loop(rounding: int) -> Loop:
-        block = apply_loops.new_block(classes, block_size(classes))
-        scratch = expert_loops.new_scratch(classes, experts, block_size(classes))
+        size = block_size(classes, _SCORES)
+        block, scratch = apply_loops.new_block(classes, size), expert_loops.new_scratch(classes, experts, size)
         return lambda x, start, stop, out, to: expert_loops.apply_range(
             x, start, stop, experts, keep, rounding, block, scratch, out, to
         )

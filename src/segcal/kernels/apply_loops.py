@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from segcal.kernels.compiled import elementwise, exp, inlined, log1p
-from segcal.kernels.tiles import fetch
+from segcal.kernels.tiles import TILE, fetch
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
-#: Numbers in a cache line.
-LINE = 16
+#: Numbers in a cache line, as many as in a tile.
+LINE = TILE
 # Types that values are rounded to in the end, by their place in ``pieces_cpu.FLOATS``.
 _FLOAT16, _BFLOAT16 = 1, 2
 
@@ -55,8 +55,7 @@ def new_block(classes: int, size: int) -> Block:
 def largest(z, start, size, best, winner):
     """The largest score, and its first index, of each voxel from column ``start`` of ``z (C, V)`` on.
 
-    Two classes at a time: the best so far is read and written half as often. The next two are asked for meanwhile:
-    a row is a page, and processors look ahead no further than that.
+    Two classes at a time: the best so far is read and written half as often.
     """
     classes = z.shape[0]
     row = z[0, start : start + size]
@@ -64,9 +63,6 @@ def largest(z, start, size, best, winner):
         best[v] = row[v]
         winner[v] = 0
     for k in range(1, classes, 2):
-        for ahead in range(k + 2, min(k + 4, classes)):
-            for column in range(start, start + size, LINE):
-                fetch(z, ahead, column)
         next_k = min(k + 1, classes - 1)  # the last class may come twice, which changes nothing
         row, index = z[k, start : start + size], np.int32(k)
         next_row, next_index = z[next_k, start : start + size], np.int32(next_k)
@@ -80,13 +76,13 @@ def largest(z, start, size, best, winner):
 
 
 @elementwise
-def read(x, start, size, z, best, winner):
-    """Copy a block and find each voxel's largest score and its first index."""
-    largest(x, start, size, best, winner)
-    for k in range(x.shape[0]):
-        source, target = x[k, start : start + size], z[k]
-        for v in range(size):
-            target[v] = source[v]
+def fetch_ahead(x, row, start, size):
+    """Ask for the columns after ``size`` ones from ``start``: memory answers while the block before is worked on.
+
+    A row of a block is a page or less, and processors look ahead no further than that.
+    """
+    for column in range(start + size, min(start + 2 * size, x.shape[1]), LINE):
+        fetch(x, row, column)
 
 
 @inlined
@@ -113,6 +109,7 @@ def _sum_others(z, start, size, best, winner, beta, rest):
     for v in range(size):
         rest[v] = _ZERO
     for k in range(z.shape[0]):
+        fetch_ahead(z, k, start, size)
         row, index = z[k, start : start + size], np.int32(k)
         for v in range(size):
             e = exp((row[v] - best[v]) * beta)
@@ -136,15 +133,14 @@ def write_log_softmax(b, z, start, size, beta, keep, kept, rounding, out, to):
             own = (b.own[v] - best[v]) * beta - log_sum[v]
             b.own[v] = own
             b.below[v] = _next_lower(own, rounding)
-        for k in range(z.shape[0]):
-            row, target, index = z[k, start : start + size], out[k, to : to + size], np.int32(k)
+    for k in range(z.shape[0]):
+        row, target, index = z[k, start : start + size], out[k, to : to + size], np.int32(k)
+        if keep:
             for v in range(size):
                 value = (row[v] - best[v]) * beta - log_sum[v]
                 value = b.below[v] if value > b.below[v] else value
                 target[v] = b.own[v] if kept[v] == index else value
-    else:
-        for k in range(z.shape[0]):
-            row, target = z[k, start : start + size], out[k, to : to + size]
+        else:
             for v in range(size):
                 target[v] = (row[v] - best[v]) * beta - log_sum[v]
 

@@ -4,8 +4,9 @@ Every voxel is described by its margins ``m_k = z_winner - z_k >= 0``. Up to a c
 sees, logits and log-probabilities are ``a - m`` with one common number ``a``, so ``W x = -W m + a W 1``, and of the row
 sums ``W 1`` only their differences count: a gauge of any size costs no precision. Gaps are differences of neighbours.
 
-A block's voxels are ordered by expert (winner), each expert's are multiplied by its matrix tile by tile, and what comes
-out is put back in place. Gaps are sorted by a network of comparisons, each done for all voxels of a block at once.
+A block's voxels are multiplied by their expert's (winner's) matrix tile by tile: where they are, if neighbours mostly
+have one expert, else, and always for gradients, ordered by expert. Gaps are sorted by a network of comparisons, each
+done for all voxels of a block at once.
 Features, scores and slopes of a voxel are float32; sums over up to 1024 voxels are float32, the rest float64.
 """
 

@@ -1,6 +1,7 @@
 """Compiled loops of the expert maps; ``segcal.kernels.expert_cpu`` says how they work together.
 
-A block's voxels are ordered by expert first: its columns ``i`` are voxels ``voxel[i]``.
+A block's voxels are described in place. Where neighbours have different experts they are ordered by expert to be
+mapped: columns ``i`` are voxels ``voxel[i]``.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -13,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from segcal.kernels.apply_loops import largest, read, write_log_softmax, zeros
+from segcal.kernels.apply_loops import largest, write_log_softmax, zeros
 from segcal.kernels.compiled import elementwise, exp, inlined, log1p
 from segcal.kernels.experts import IMPOSSIBLE
-from segcal.kernels.tiles import ROWS, TILE, multiply_tile
+from segcal.kernels.tiles import ROWS, TILE, exchange_rows, fetch, fetch_to_write, multiply_tall_tile, multiply_tile
 
 MARGINS, LOGITS, LOG_PROBS, GAPS = 0, 1, 2, 3
 
+_MIXED = 3  # so many times more tiles take longer than ordering voxels
 _SORTED = 128  # voxels sorted at a time: 19 rows of int64 fill 19 kB
 _ZERO, _ONE, _IMPOSSIBLE, _NEVER = np.float32(0), np.float32(1), np.float32(IMPOSSIBLE), np.float32(-np.inf)
 _MAGNITUDE, _LOW = np.int32(0x7FFFFFFF), np.int64(0xFFFFFFFF)
@@ -37,36 +39,37 @@ class Experts(NamedTuple):
 class Scratch(NamedTuple):
     """What is kept of a block besides ``apply_loops.Block``. Matrices have a tile to spare."""
 
-    raw: Any  # (C, B), the logits
-    winner: Any  # (B,), the first of the largest
-    voxel: Any  # (B,)
-    first: Any  # (E + 1,), the first column of each expert
-    own_best: Any  # (B,), the largest logit and
-    own_winner: Any  # (B,), the winner, by column
-    by_expert: Any  # (C, B), the logits by column, then in falling order
+    winner: Any  # (B,), the first of the largest logits
     keys: Any  # (C, _SORTED) int64
     order: Any  # (C, B), the classes in falling order
     x: Any  # (J, B), features, and ones in the last row
     u: Any  # (K, B), what the experts return
+    run: Any  # (B + 1,), the first voxel of each run of one winner
+    voxel: Any  # (B,)
+    first: Any  # (E + 1,), the first column of each expert
+    own_x: Any  # as x and u, by column
+    own_u: Any
+    own_winner: Any  # (B,), by column
     target: Any  # (B,), the label's place among the scores
-    losses: Any  # (B,) float64
+    own_target: Any  # (B,), by column
+    losses: Any  # (B,) float64, by column
 
 
 def new_scratch(classes: int, experts: Experts, size: int) -> Scratch:
     """Scratch memory for one thread. Tiles may reach beyond the last voxel."""
-    _, outputs, inputs = experts.weight.shape
+    count, outputs, inputs = experts.weight.shape
     ranks, wide = classes if experts.features == GAPS else 0, size + TILE
 
     def index() -> Any:
         return zeros(size, dtype=torch.int32)
 
-    x = zeros(padded(inputs), wide)
-    x[inputs - 1] = 1
+    x, own_x = zeros(padded(inputs), wide), zeros(padded(inputs), wide)
+    x[inputs - 1] = own_x[inputs - 1] = 1
     return Scratch(
-        raw=zeros(classes, wide), winner=index(), voxel=index(), first=np.zeros(len(experts.weight) + 1, np.int64),
-        own_best=zeros(size), own_winner=index(), by_expert=zeros(ranks, wide),
-        keys=zeros(ranks, _SORTED, dtype=torch.int64), order=zeros(ranks, wide, dtype=torch.int32),
-        x=x, u=zeros(outputs, wide), target=index(), losses=zeros(size, dtype=torch.float64),
+        winner=index(), keys=zeros(ranks, _SORTED, dtype=torch.int64), order=zeros(ranks, wide, dtype=torch.int32),
+        x=x, u=zeros(outputs, wide), run=np.zeros(size + 1, np.int64), voxel=index(),
+        first=np.zeros(count + 1, np.int64), own_x=own_x, own_u=zeros(outputs, wide), own_winner=index(),
+        target=index(), own_target=index(), losses=zeros(size, dtype=torch.float64),
     )  # fmt: skip
 
 
@@ -76,22 +79,89 @@ def padded(rows: int) -> int:
 
 
 @elementwise
-def _any_impossible(z, size, lowest):
-    for v in range(size):
-        lowest[v] = z[0, v]
-    for k in range(1, z.shape[0]):
-        row = z[k]
-        for v in range(size):
-            lowest[v] = row[v] if row[v] < lowest[v] else lowest[v]
+def _margins(z, start, size, best, x):
+    """Rows ``best - z``; an impossible class is as far below as one can be. Returns whether there are any."""
     found = False
-    for v in range(size):
-        found |= lowest[v] == _NEVER
+    for k in range(z.shape[0]):
+        row, target = z[k, start : start + size], x[k]
+        for v in range(size):
+            never = row[v] == _NEVER
+            found |= never
+            target[v] = _IMPOSSIBLE if never else best[v] - row[v]
     return found
 
 
 @elementwise
-def _group(s, best, valid, size):
-    """Order the voxels that count by expert. Returns how many there are."""
+def _common(features, best, size, margins, rest, target):
+    """What all inputs have in common: the best logit, or the best log-probability."""
+    if features == LOGITS:
+        for v in range(size):
+            target[v] = best[v]
+        return
+    for v in range(size):
+        rest[v] = -_ONE
+    for k in range(margins.shape[0]):
+        row = margins[k]
+        for v in range(size):
+            rest[v] += exp(-row[v])
+    for v in range(size):
+        rest[v] = _ZERO if rest[v] < _ZERO else rest[v]
+        target[v] = np.float32(-log1p(np.float64(rest[v])))
+
+
+@elementwise
+def _gaps(z, start, size, best, pairs, keys, higher, order, x):
+    """Rows of differences between neighbours in falling order, and their classes; of equal ones the lower comes first.
+
+    A key holds the score's bits, changed so that integers have the same order, and below them the class. ``higher
+    (B,)`` is scratch memory. Returns whether there is an impossible class: as far below the best as one can be.
+    """
+    classes, found = z.shape[0], False
+    for begin in range(0, size, keys.shape[1]):
+        part = min(keys.shape[1], size - begin)
+        top = best[begin : begin + part]
+        for k in range(classes):
+            row, key, last = z[k, start + begin : start + begin + part], keys[k], np.int64(classes - 1 - k)
+            for v in range(part):
+                never = row[v] == _NEVER
+                found |= never
+                value = top[v] - _IMPOSSIBLE if never else row[v]
+                bits = np.float32(value + _ZERO).view(np.int32)  # + 0 makes 0 of -0
+                bits = bits ^ ((bits >> 31) & _MAGNITUDE)
+                key[v] = (np.int64(bits) << 32) | last
+        for n in range(pairs.shape[0]):
+            exchange_rows(keys, pairs[n, 0], pairs[n, 1])
+        for v in range(part):
+            higher[v] = top[v]
+        for k in range(classes):
+            key, index, gap = keys[k], order[k, begin : begin + part], x[max(k - 1, 0), begin : begin + part]
+            for v in range(part):
+                bits = np.int32(key[v] >> 32)
+                value = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE)).view(np.float32)
+                gap[v] = higher[v] - value  # at first in the place of the next one
+                higher[v] = value
+                index[v] = np.int32(classes - 1 - (key[v] & _LOW))
+    return found
+
+
+@elementwise
+def describe(z, start, size, best, experts, s, rest):
+    """Fill ``s.x`` (and ``s.order``) for the columns from ``start`` of ``z (C, V)``; ``best (B,)`` are the largest.
+
+    Returns whether there are impossible classes. ``rest (B,)`` is scratch memory.
+    """
+    if experts.features == GAPS:
+        return _gaps(z, start, size, best, experts.pairs, s.keys, rest, s.order, s.x)
+    found = _margins(z, start, size, best, s.x)
+    if experts.features != MARGINS:
+        classes = z.shape[0]
+        _common(experts.features, best, size, s.x[:classes], rest, s.x[classes])
+    return found
+
+
+@elementwise
+def group(s, valid, size):
+    """Order the voxels that count by expert, ``valid`` ones or, if that is empty, all. Returns how many there are."""
     first, voxel, winner = s.first, s.voxel, s.winner
     experts = first.shape[0] - 1
     every = valid.shape[0] == 0
@@ -109,166 +179,118 @@ def _group(s, best, valid, size):
     for e in range(experts, 0, -1):
         first[e] = first[e - 1]
     first[0] = 0
-    count = first[experts]
-    for i in range(count):
-        s.own_best[i] = best[_Index(voxel[i])]
-        s.own_winner[i] = winner[_Index(voxel[i])]
-    return count
+    return first[experts]
+
+
+@elementwise
+def gather(source, voxel, size, target):
+    """Rows of ``source`` by column."""
+    for j in range(source.shape[0]):
+        row, columns = source[j], target[j]
+        for i in range(size):
+            columns[i] = row[_Index(voxel[i])]
 
 
 @inlined
-def _in_place(s, count, size):
-    """Whether all voxels count and have one expert, so that columns are voxels."""
-    return count == size and (s.first.shape[0] == 2 or s.own_winner[0] == s.own_winner[size - 1])
+def _multiply_columns(weight, x, u, column):
+    """``u = W x`` for ``TILE`` columns. Tall tiles read x half as often."""
+    rows = u.shape[0]
+    for k in range(0, rows - ROWS, 2 * ROWS):
+        multiply_tall_tile(weight, x, u, k, column)
+    if rows % (2 * ROWS) > 0:
+        multiply_tile(weight, x, u, rows - ROWS, column)
 
 
 @elementwise
-def _margins(z, best, voxel, size, in_place, x):
-    """Rows ``best - z`` by column; an impossible class is as far below as one can be."""
-    for k in range(z.shape[0]):
-        row, target = z[k], x[k]
-        if in_place:
-            for i in range(size):
-                target[i] = _IMPOSSIBLE if row[i] == _NEVER else best[i] - row[i]
-        else:
-            for i in range(size):
-                value = row[_Index(voxel[i])]
-                target[i] = _IMPOSSIBLE if value == _NEVER else best[i] - value
-
-
-@elementwise
-def _common(features, best, size, margins, rest, target):
-    """What all inputs have in common: the best logit, or the best log-probability."""
-    if features == LOGITS:
-        for i in range(size):
-            target[i] = best[i]
-        return
-    for i in range(size):
-        rest[i] = -_ONE
-    for k in range(margins.shape[0]):
-        row = margins[k]
-        for i in range(size):
-            rest[i] += exp(-row[i])
-    for i in range(size):
-        rest[i] = _ZERO if rest[i] < _ZERO else rest[i]
-        target[i] = np.float32(-log1p(np.float64(rest[i])))
-
-
-@elementwise
-def _sort(z, best, size, pairs, keys, order):
-    """Put scores in falling order, in place, and find their classes; of equal ones the lower class comes first.
-
-    A key holds the score's bits, changed so that integers have the same order, and below them the class.
-    """
-    classes = z.shape[0]
-    for start in range(0, size, keys.shape[1]):
-        part = min(keys.shape[1], size - start)
-        top = best[start : start + part]
-        for k in range(classes):
-            row, key, last = z[k, start : start + part], keys[k], np.int64(classes - 1 - k)
-            for v in range(part):
-                value = top[v] - _IMPOSSIBLE if row[v] == _NEVER else row[v]
-                bits = np.float32(value + _ZERO).view(np.int32)  # + 0 makes 0 of -0
-                bits = bits ^ ((bits >> 31) & _MAGNITUDE)
-                key[v] = (np.int64(bits) << 32) | last
-        for n in range(pairs.shape[0]):
-            upper, lower = keys[pairs[n, 0]], keys[pairs[n, 1]]
-            for v in range(part):
-                a, b = upper[v], lower[v]
-                upper[v] = a if a > b else b
-                lower[v] = b if a > b else a
-        for k in range(classes):
-            row, key, index = z[k, start : start + part], keys[k], order[k, start : start + part]
-            for v in range(part):
-                bits = np.int32(key[v] >> 32)
-                bits = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
-                row[v] = bits.view(np.float32)
-                index[v] = np.int32(classes - 1 - (key[v] & _LOW))
-
-
-@elementwise
-def _gaps(z, voxel, size, in_place, pairs, best, keys, falling, order, x):
-    """Rows of differences between neighbours in falling order, by column."""
-    for k in range(z.shape[0]):
-        row, target = z[k], falling[k]
-        if in_place:
-            for i in range(size):
-                target[i] = row[i]
-        else:
-            for i in range(size):
-                target[i] = row[_Index(voxel[i])]
-    _sort(falling, best, size, pairs, keys, order)
-    for k in range(z.shape[0] - 1):
-        row, next_row, target = falling[k], falling[k + 1], x[k]
-        for i in range(size):
-            target[i] = row[i] - next_row[i]
-
-
-@elementwise
-def describe_and_map(s, best, size, valid, experts, rest):
-    """Fill ``s.x`` and ``s.u`` from ``s.raw``, a column for each voxel that counts. Returns how many there are."""
-    count = _group(s, best, valid, size)
-    in_place = _in_place(s, count, size)
-    if experts.features == GAPS:
-        _gaps(s.raw, s.voxel, count, in_place, experts.pairs, s.own_best, s.keys, s.by_expert, s.order, s.x)
-    else:
-        _margins(s.raw, s.own_best, s.voxel, count, in_place, s.x)
-        if experts.features != MARGINS:
-            classes = s.raw.shape[0]
-            _common(experts.features, s.own_best, count, s.x[:classes], rest, s.x[classes])
-    for e in range(s.first.shape[0] - 1):
+def multiply(weight, x, first, u):
+    """``u = W x`` of every column by its expert's matrix."""
+    for e in range(first.shape[0] - 1):
         # tiles may reach into the columns of the next expert, who comes later
-        for column in range(s.first[e], s.first[e + 1], TILE):
-            for k in range(0, s.u.shape[0], ROWS):
-                multiply_tile(experts.weight[e], s.x, s.u, k, column)
-    return count
+        for column in range(first[e], first[e + 1], TILE):
+            _multiply_columns(weight[e], x, u, column)
 
 
 @elementwise
-def _to_scores(s, size, features, running, scores):
-    """Scores by class of every voxel in its place; ``running (B,)`` is scratch memory."""
-    classes, u, voxel, winner = scores.shape[0], s.u, s.voxel, s.winner
-    if features == GAPS:
-        for i in range(size):
-            running[i] = _ZERO
-        for k in range(1, classes):
-            row, index = u[k - 1], s.order[k]
-            for i in range(size):
-                running[i] += row[i]
-            for i in range(size):
-                scores[_Index(index[i]), _Index(voxel[i])] = running[i]
+def _find_runs(winner, size, run):
+    """List the first voxel of every run of one winner, and the end. Returns the number of runs, and of their tiles."""
+    count, tiles = 0, 0
+    run[0] = 0
+    for v in range(1, size + 1):
+        if v == size or winner[v] != winner[v - 1]:
+            tiles += (v - run[count] + TILE - 1) // TILE
+            count += 1
+            run[count] = v
+    return count, tiles
+
+
+@elementwise
+def _map_in_place(s, weight, size, x, ahead, out, to):
+    """``s.u = W s.x``. Neighbours mostly have one expert, and are mapped where they are, run by run.
+
+    If they are too mixed for that, they are ordered by expert. Meanwhile memory is asked for the next columns of ``x``,
+    from ``ahead``, and for those of ``out``, from ``to``.
+    """
+    u, voxel, run = s.u, s.voxel, s.run
+    several = weight.shape[0] > 1
+    run[0], run[1] = 0, size
+    count, tiles = _find_runs(s.winner, size, run) if several else (1, 0)
+    if tiles <= _MIXED * (size // TILE + 1):
+        for n in range(count):
+            e = s.winner[run[n]] if several else np.int32(0)
+            for column in range(run[n], run[n + 1], TILE):  # may reach into the next run, which comes later
+                for k in range(x.shape[0]):
+                    fetch(x, k, ahead + column)
+                    fetch_to_write(out, k, to + column)
+                _multiply_columns(weight[e], s.x, u, column)
     else:
-        in_place = _in_place(s, size, size)
-        for k in range(classes):
-            row, target = u[k], scores[k]
-            if in_place:
-                for i in range(size):
-                    target[i] = row[i]
-            else:
-                for i in range(size):
-                    target[_Index(voxel[i])] = row[i]
-    if features in (GAPS, MARGINS):
+        group(s, np.zeros(0, np.bool_), size)
+        gather(s.x, voxel, size, s.own_x)
+        multiply(weight, s.own_x, s.first, s.own_u)
+        for k in range(u.shape[0]):
+            row, columns = u[k], s.own_u[k]
+            for i in range(size):
+                row[_Index(voxel[i])] = columns[i]
+
+
+@elementwise
+def _unsort(steps, order, size, running, scores):
+    """Scores by class from what they fall by from rank to rank; ``running (B,)`` is scratch memory."""
+    for v in range(size):
+        running[v] = _ZERO
+    for k in range(1, scores.shape[0]):
+        row, index = steps[k - 1], order[k]
         for v in range(size):
-            scores[_Index(winner[v]), v] = _ZERO
+            running[v] += row[v]
+        for v in range(size):
+            scores[_Index(index[v]), v] = running[v]
 
 
 @elementwise
 def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
     """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``."""
-    everywhere = np.zeros(0, np.bool_)
     block = b.best.shape[0]
+    scores = b.scores if experts.features == GAPS else s.u[: x.shape[0]]
+    ranked = experts.features in (GAPS, MARGINS)
     for begin in range(start, stop, block):
         size = min(block, stop - begin)
-        read(x, begin, size, s.raw, b.best, s.winner)
-        describe_and_map(s, b.best, size, everywhere, experts, b.rest)
-        _to_scores(s, size, experts.features, b.rest, b.scores)
+        largest(x, begin, size, b.best, s.winner)
+        impossible = describe(x, begin, size, b.best, experts, s, b.rest)
+        _map_in_place(s, experts.weight, size, x, begin + size, out, to + begin - start)
+        if experts.features == GAPS:
+            _unsort(s.u, s.order, size, b.rest, scores)
         for v in range(size):
             first = _Index(s.winner[v])
-            b.scores[first, v] += b.best[v] - b.best[v]  # NaN where the best logit is not finite, else 0
-            b.own[v] = b.scores[first, v]
-        if _any_impossible(s.raw, size, b.rest):
+            own = _ZERO if ranked else scores[first, v]
+            own += b.best[v] - b.best[v]  # NaN where the best logit is not finite, else 0
+            scores[first, v] = b.own[v] = own
+        if impossible:
             for k in range(x.shape[0]):
+                row, column = x[k, begin : begin + size], scores[k]
                 for v in range(size):
-                    b.scores[k, v] = _NEVER if s.raw[k, v] == _NEVER else b.scores[k, v]
-        largest(b.scores, 0, size, b.best, b.winner)
-        write_log_softmax(b, b.scores, 0, size, _ONE, keep, s.winner, rounding, out, to + begin - start)
+                    column[v] = _NEVER if row[v] == _NEVER else column[v]
+        if keep and ranked:  # the winner, 0, is the largest but for rounding
+            for v in range(size):
+                b.best[v], b.winner[v] = b.own[v], s.winner[v]
+        else:
+            largest(scores, 0, size, b.best, b.winner)
+        write_log_softmax(b, scores, 0, size, _ONE, keep, s.winner, rounding, out, to + begin - start)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from segcal.kernels.apply_loops import largest, read
+from segcal.kernels.apply_loops import largest
 from segcal.kernels.compiled import elementwise, exp, log1p
-from segcal.kernels.expert_loops import GAPS, MARGINS, describe_and_map
+from segcal.kernels.expert_loops import GAPS, MARGINS, describe, gather, group, multiply
 from segcal.kernels.tiles import ROWS, add_products
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -18,17 +18,17 @@ _Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 @elementwise
 def _targets(s, size, labels, ranked):
-    """The place of each column's label among the scores: its rank, for gaps."""
+    """The place of each voxel's label among the scores: its rank, for gaps."""
     target = s.target
-    for i in range(size):
-        target[i] = np.int32(labels[_Index(s.voxel[i])])
+    for v in range(size):
+        target[v] = np.int32(labels[v])
     if ranked:
         for k in range(s.order.shape[0]):  # marked by negative numbers, which no label is
             order, rank = s.order[k], np.int32(-1 - k)
-            for i in range(size):
-                target[i] = rank if order[i] == target[i] else target[i]
-        for i in range(size):
-            target[i] = np.int32(-1 - target[i])
+            for v in range(size):
+                target[v] = rank if order[v] == target[v] else target[v]
+        for v in range(size):
+            target[v] = np.int32(-1 - target[v])
 
 
 @elementwise
@@ -43,13 +43,13 @@ def _to_scores(s, size, features, running, scores):
             running[i] = _ZERO
             row[i] = _ZERO
         for k in range(1, scores.shape[0]):
-            row, step = scores[k], s.u[k - 1]
+            row, step = scores[k], s.own_u[k - 1]
             for i in range(size):
                 running[i] += step[i]
                 row[i] = running[i]
         return
     for k in range(scores.shape[0]):
-        row, source = scores[k], s.u[k]
+        row, source = scores[k], s.own_u[k]
         for i in range(size):
             row[i] = source[i]
     if features == MARGINS:
@@ -85,24 +85,24 @@ def _slopes(b, size, target, losses):
 
 @elementwise
 def _pull_back(s, size, features, running, slopes):
-    """Slopes by what the experts return, into ``s.u``, from those by score."""
-    classes = slopes.shape[0]
+    """Slopes by what the experts return, into ``s.own_u``, from those by score."""
+    classes, u = slopes.shape[0], s.own_u
     if features == GAPS:
         for i in range(size):
             running[i] = _ZERO
         for k in range(1, classes):
-            row, target = slopes[_Index(classes - k)], s.u[_Index(classes - 1 - k)]
+            row, target = slopes[_Index(classes - k)], u[_Index(classes - 1 - k)]
             for i in range(size):
                 running[i] += row[i]
                 target[i] = running[i]
         return
     for k in range(classes):
-        row, target = slopes[k], s.u[k]
+        row, target = slopes[k], u[k]
         for i in range(size):
             target[i] = row[i]
     if features == MARGINS:
         for i in range(size):
-            s.u[_Index(s.own_winner[i]), i] = _ZERO
+            u[_Index(s.own_winner[i]), i] = _ZERO
 
 
 @elementwise
@@ -116,17 +116,26 @@ def gradient_range(x, start, stop, labels, valid, experts, b, s, nll, total):
     for begin in range(start, stop, block):
         size = min(block, stop - begin)
         here = slice(begin - start, begin - start + size)
-        read(x, begin, size, s.raw, b.best, s.winner)
-        count = describe_and_map(s, b.best, size, valid[here] if valid.shape[0] else valid, experts, b.rest)
-        _targets(s, count, labels[here], features == GAPS)
+        largest(x, begin, size, b.best, s.winner)
+        describe(x, begin, size, b.best, experts, s, b.rest)
+        _targets(s, size, labels[here], features == GAPS)
+        count = group(s, valid[here] if valid.shape[0] else valid, size)
+        for i in range(count):
+            v = _Index(s.voxel[i])
+            s.own_winner[i], s.own_target[i] = s.winner[v], s.target[v]
+        in_place = count == size and (s.first.shape[0] == 2 or s.own_winner[0] == s.own_winner[size - 1])
+        inputs = s.x if in_place else s.own_x
+        if not in_place:
+            gather(s.x, s.voxel, count, s.own_x)
+        multiply(experts.weight, inputs, s.first, s.own_u)
         _to_scores(s, count, features, b.rest, b.scores)
         largest(b.scores, 0, count, b.best, b.winner)
-        _slopes(b, count, s.target, s.losses)
+        _slopes(b, count, s.own_target, s.losses)
         _pull_back(s, count, features, b.rest, b.scores)
         for e in range(s.first.shape[0] - 1):
             if s.first[e + 1] > s.first[e]:
                 for i in range(s.first[e], s.first[e + 1]):
                     nll[e] += s.losses[i]
-                for k in range(0, s.u.shape[0], ROWS):
-                    for j in range(0, s.x.shape[0], ROWS):
-                        add_products(s.u, s.x, total[e], k, j, s.first[e], s.first[e + 1])
+                for k in range(0, s.own_u.shape[0], ROWS):
+                    for j in range(0, inputs.shape[0], ROWS):
+                        add_products(s.own_u, inputs, total[e], k, j, s.first[e], s.first[e + 1])

@@ -32,9 +32,9 @@ def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], slice]:
     return scores.numpy(), columns
 
 
-def block_size(classes: int) -> int:
-    """Voxels to work on at once: six matrices ``(C, B)`` of float32 fill half a megabyte, which most caches hold."""
-    return max(128, min(1024, 20480 // classes // 64 * 64))
+def block_size(classes: int, scores: int = 20480) -> int:
+    """Voxels to work on at once: some hundreds, with so many scores; six such matrices fit most second caches."""
+    return max(128, min(1024, scores // classes // 64 * 64))
 
 
 def workers(voxels: Voxels, threads: int | None) -> int:

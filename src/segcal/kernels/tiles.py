@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 #: Voxels in a tile, and rows of a matrix that are worked on at once.
 TILE, ROWS = 16, 4
 
-_FLOAT, _DOUBLE, _LANE = ir.FloatType(), ir.DoubleType(), ir.IntType(32)
+_FLOAT, _DOUBLE, _LANE, _INDEX = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _LANES = ir.VectorType(_FLOAT, TILE), ir.VectorType(_LANE, TILE)
 _FUSED = ("contract",)
 _intrinsic: Any = intrinsic  # called with fewer arguments than defined, which type checkers cannot know
@@ -42,8 +42,8 @@ class _Matrix:
         return self._builder.bitcast(self.at(row, column), _VECTOR.as_pointer())
 
 
-def _next_rows(builder: Any, first: Any) -> list[Any]:
-    return [builder.add(first, ir.Constant(first.type, n)) for n in range(ROWS)]
+def _next_rows(builder: Any, first: Any, count: int = ROWS) -> list[Any]:
+    return [builder.add(first, ir.Constant(first.type, n)) for n in range(count)]
 
 
 def _spread(builder: Any, number: Any, kind: Any = _VECTOR) -> Any:
@@ -70,42 +70,80 @@ def _sum(builder: Any, vector: Any) -> Any:
 
 @_intrinsic
 def fetch(typing_context, x, row, column):
-    """Ask for the cache line of ``x[row, column]``, which is needed soon. ``x`` is a C-contiguous matrix."""
+    """Ask for the cache line of ``x[row, column]``, which is read soon. ``x`` is a C-contiguous matrix."""
+    return types.void(x, types.intp, types.intp), _prefetch(writing=0)
 
+
+@_intrinsic
+def fetch_to_write(typing_context, x, row, column):
+    """Ask for the cache line of ``x[row, column]``, which is written soon. ``x`` is a C-contiguous matrix."""
+    return types.void(x, types.intp, types.intp), _prefetch(writing=1)
+
+
+def _prefetch(writing: int) -> Any:
     def generate(context, builder, signature, arguments):
         address = _Matrix(context, builder, signature.args[0], arguments[0]).at(*arguments[1:])
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, _LANE, _LANE, _LANE])
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        reading, second_cache, data = _LANE(0), _LANE(2), _LANE(1)
-        builder.call(function, [builder.bitcast(address, pointer), reading, second_cache, data])
+        second_cache, data = _LANE(2), _LANE(1)
+        builder.call(function, [builder.bitcast(address, pointer), _LANE(writing), second_cache, data])
         return context.get_dummy_value()
 
-    return types.void(x, types.intp, types.intp), generate
+    return generate
+
+
+def _multiply(rows: int) -> Any:
+    """``u = weight x`` for so many rows of u from ``row`` and ``TILE`` columns from ``column``.
+
+    ``weight (K, J)``, ``x (J or more, B)`` and ``u (K, B)`` are float32. Row J - 1 of x holds ones and is not read.
+    """
+
+    def product(typing_context, weight, x, u, row, column):
+        def generate(context, builder, signature, arguments):
+            matrices = zip(signature.args[:3], arguments[:3], strict=True)
+            w, source, target = (_Matrix(context, builder, kind, value) for kind, value in matrices)
+            rows_here, column = _next_rows(builder, arguments[3], rows), arguments[4]
+            last = builder.sub(w.columns, ir.Constant(w.columns.type, 1))
+            biases = [_spread(builder, builder.load(w.at(k, last))) for k in rows_here]
+            sums = [cgutils.alloca_once_value(builder, bias) for bias in biases]
+            with cgutils.for_range(builder, last) as loop:
+                values = builder.load(source.vector_at(loop.index, column), align=4)
+                for k, total in zip(rows_here, sums, strict=True):
+                    scale = _spread(builder, builder.load(w.at(k, loop.index)))
+                    builder.store(_multiply_add(builder, scale, values, builder.load(total)), total)
+            for k, total in zip(rows_here, sums, strict=True):
+                builder.store(builder.load(total), target.vector_at(k, column), align=4)
+            return context.get_dummy_value()
+
+        return types.void(weight, x, u, types.intp, types.intp), generate
+
+    return _intrinsic(product)
+
+
+multiply_tile, multiply_tall_tile = _multiply(ROWS), _multiply(2 * ROWS)
 
 
 @_intrinsic
-def multiply_tile(typing_context, weight, x, u, row, column):
-    """``u = weight x`` for ``ROWS`` rows of u from ``row`` and ``TILE`` columns from ``column``.
+def exchange_rows(typing_context, x, row, other_row):
+    """Put the larger numbers of two rows into the first, the smaller into the other.
 
-    ``weight (K, J)``, ``x (J or more, B)`` and ``u (K, B)`` are float32.
+    ``x`` is an int64 matrix whose number of columns is a multiple of ``TILE``.
     """
+    vector = ir.VectorType(ir.IntType(64), TILE)
 
     def generate(context, builder, signature, arguments):
-        matrices = zip(signature.args[:3], arguments[:3], strict=True)
-        w, source, target = (_Matrix(context, builder, kind, value) for kind, value in matrices)
-        rows, column = _next_rows(builder, arguments[3]), arguments[4]
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * TILE)) for _ in rows]
-        with cgutils.for_range(builder, w.columns) as loop:
-            values = builder.load(source.vector_at(loop.index, column), align=4)
-            for k, total in zip(rows, sums, strict=True):
-                scale = _spread(builder, builder.load(w.at(k, loop.index)))
-                builder.store(_multiply_add(builder, scale, values, builder.load(total)), total)
-        for k, total in zip(rows, sums, strict=True):
-            builder.store(builder.load(total), target.vector_at(k, column), align=4)
+        matrix = _Matrix(context, builder, signature.args[0], arguments[0])
+        zero, step = ir.Constant(_INDEX, 0), ir.Constant(_INDEX, TILE)
+        with cgutils.for_range_slice(builder, zero, matrix.columns, step, _INDEX) as (column, _):
+            places = [builder.bitcast(matrix.at(row, column), vector.as_pointer()) for row in arguments[1:]]
+            first, second = (builder.load(place, align=8) for place in places)
+            larger = builder.icmp_signed(">", first, second)
+            builder.store(builder.select(larger, first, second), places[0], align=8)
+            builder.store(builder.select(larger, second, first), places[1], align=8)
         return context.get_dummy_value()
 
-    return types.void(weight, x, u, types.intp, types.intp), generate
+    return types.void(x, types.intp, types.intp), generate
 
 
 @_intrinsic
