@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from segcal.losses.callbacks import hook_nnunet
 class CRaCMixin:
     """Adds CRaC's penalty to a trainer's own loss and learns its multipliers in the validation epochs.
 
-    nnU-Net finds trainers by name in its own folders: put a file there with an empty
+    nnU-Net finds trainers by name in its own folder ``nnunetv2/training/nnUNetTrainer``, newer ones also in those that
+    the variable ``nnUNet_extTrainer`` lists: put a file there with an empty
     ``class nnUNetTrainerCRaC(CRaCMixin, nnUNetTrainer)`` and train with ``-tr nnUNetTrainerCRaC``. The penalty is on
     the full resolution of deeply supervised outputs. The multipliers are kept beside the checkpoints, as
     ``<checkpoint>.crac``; see ``segcal.losses.callbacks.hook_nnunet``.
@@ -53,6 +55,13 @@ class CRaCMixin:
             return
         self.initialize()  # puts the hook in place, through which this must go
         self.load_checkpoint(filename_or_checkpoint)
+
+    def on_train_end(self) -> None:
+        """Let nnU-Net delete its latest checkpoint, and delete the multipliers that were beside it."""
+        super().on_train_end()  # type: ignore[misc]
+        latest = Path(self.output_folder, "checkpoint_latest.pth")  # type: ignore[attr-defined]
+        if not latest.exists():
+            Path(f"{latest}.crac").unlink(missing_ok=True)
 
 
 class _WithPenalty(nn.Module):

@@ -43,7 +43,8 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
 
     ``loss`` is, or is part of, ``trainer.loss``. Validation runs without gradients, by which its batches are told from
     training ones; of deeply supervised outputs the full resolution counts. nnU-Net's checkpoint has no room for a
-    loss's state, so that goes into a file beside it, ``<checkpoint>.crac``, and is read back from there.
+    loss's state, so that goes into a file beside it, ``<checkpoint>.crac``, and is read back from there; where there is
+    none, the log says that the multipliers start anew.
     """
 
     def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -54,15 +55,22 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
         return Path(f"{checkpoint}.crac")
 
     def save(checkpoint: Any) -> None:
-        if getattr(trainer, "local_rank", 0):  # all processes have the same multipliers, and the first one writes
+        # All processes have the same multipliers, and the first one writes, if nnU-Net does.
+        if getattr(trainer, "local_rank", 0) or getattr(trainer, "disable_checkpointing", False):
             return
         unfinished = beside(f"{checkpoint}.part")
         torch.save(loss.multipliers.state_dict(), unfinished)
         unfinished.replace(beside(checkpoint))
 
     def load(checkpoint: Any) -> None:
-        if isinstance(checkpoint, str | Path) and beside(checkpoint).exists():  # it may be the content itself
-            loss.multipliers.load_state_dict(torch.load(beside(checkpoint), weights_only=True))
+        if not isinstance(checkpoint, str | Path):  # it may be the content itself
+            return
+        if beside(checkpoint).exists():
+            # Copied to where the loss is from wherever it was: the machine may have other devices than the one before.
+            state = torch.load(beside(checkpoint), map_location="cpu", weights_only=True)
+            loss.multipliers.load_state_dict(state)
+        else:
+            trainer.print_to_log_file(f"{beside(checkpoint)} is missing: CRaC's multipliers start anew")
 
     trainer.loss.register_forward_pre_hook(observe)
     trainer.on_validation_epoch_end = _then(trainer.on_validation_epoch_end, lambda _: loss.update())
