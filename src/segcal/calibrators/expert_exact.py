@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ from segcal.calibrators.first_pass import FirstPass
 from segcal.calibrators.penalty import Quadratic, odir
 from segcal.cases import CaseSet
 from segcal.kernels import Features, fast_maps
-from segcal.sampling import VoxelSample, VoxelSampler
-from segcal.solvers import Solution, projected_newton, sampled_newton, secant_newton
+from segcal.sampling import VoxelSample
+from segcal.solvers import Solution, damped_newton, projected_newton, sampled_newton
 
 if TYPE_CHECKING:
     from segcal.calibrators.experts import ExpertCalibrator
@@ -32,15 +33,14 @@ _CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 100_000, 15
 # and the part of those on which Newton's method starts.
 _START = 3
 # Free maps of one class each have so many parameters that they fit a sample by going astray on all other voxels: they
-# need more voxels, few steps to start with,
+# take few steps on more voxels, and then need the curvature of all.
 _VOXELS_PER_FREE_PARAMETER, _FREE_STEPS = 60, 6
-# and samples drawn anew by how sure and how right the map is by now: after so many passes, so many times.
-_PASSES, _SAMPLES = 12, 2
 #: An expert with fewer voxels than this for each of its parameters is shrunk toward its parent.
 STARVED = 10
 # Curvature given to shifts of all classes alike, which no softmax sees, so that they stay where they are.
 _GAUGE = 1e-2
-# The solver ends when it expects to gain no more than this, in nats per voxel.
+# The solver ends when it expects to gain no more than this, in nats per voxel; damped steps, which expect too little
+# where features differ much in size, at a tenth of it.
 _GAIN = 1e-7
 
 
@@ -73,6 +73,11 @@ def fit_exactly(
             return problem.with_gradient(_stream(cases, theta, features, fast=not first.impossible), x)
         return problem.with_gradient(expert_sums(whole_rows(), theta, features, threads=threads), x)
 
+    def curvature(x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
+        assert cases is not None
+        sums = _stream_curvature(cases, problem.theta(x), features, experts)
+        return [problem.hessian(e, own) for e, own in zip(experts, sums, strict=True)]
+
     astray = calibrator.routed and not calibrator.constrained
     rich = max(_CURVATURE_VOXELS, (_VOXELS_PER_FREE_PARAMETER if astray else _VOXELS_PER_PARAMETER) * centre.size)
     x = problem.x(centre if start is None else start)
@@ -86,49 +91,21 @@ def fit_exactly(
             tolerance=rough,
             max_iterations=_FREE_STEPS if astray and streaming else 100,
         ).value
-    solution: Solution[FloatArray]
-    if len(sample) <= rich and not streaming:
-        solution = projected_newton(partial(problem.with_curvature, whole_rows()), x, *limits)
-    else:
+    solution: Solution[FloatArray] | None = None
+    if len(sample) > rich or (streaming and not astray):
         some = _rows(sample.thin(rich) if rich < len(sample) else sample, features, len(centre))
-        solution = sampled_newton(
-            partial(problem.with_curvature, some), whole, x, *limits, gain=_GAIN, max_passes=_PASSES
-        )
-        for _ in range(_SAMPLES):
-            if solution.converged or cases is None or not streaming:
-                break
-            drawn = _sample_anew(cases, problem.theta(solution.value), features, sample, rich)
-            some = _rows(drawn, features, len(centre))
-            solution = sampled_newton(
-                partial(problem.with_curvature, some), whole, solution.value, *limits,
-                gain=_GAIN, max_passes=_PASSES, first_steps=0,
-            )  # fmt: skip
-        if not solution.converged and streaming:
-            curvature = problem.with_curvature(some, solution.value)[2]
-            blocks = [(slice(None), curvature)] if isinstance(curvature, np.ndarray) else curvature
-            solution = secant_newton(whole, solution.value, blocks, *limits, gain=_GAIN)
-        if not solution.converged and not streaming:  # some expert has too few voxels in this part
-            solution = projected_newton(partial(problem.with_curvature, whole_rows()), solution.value, *limits)
+        solution = sampled_newton(partial(problem.with_curvature, some), whole, x, *limits, gain=_GAIN)
+        x = solution.value
+    if solution is None or not solution.converged:
+        if streaming:
+            solution = damped_newton(whole, curvature, x, problem.blocks(), *limits, gain=_GAIN / 10)
+        else:
+            solution = projected_newton(partial(problem.with_curvature, whole_rows()), x, *limits)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 
 def _rows(sample: VoxelSample, features: Features, experts: int) -> Rows:
     return Rows.of(sample.logits, sample.labels, sample.weights, features, experts)
-
-
-def _sample_anew(
-    cases: CaseSet, theta: FloatArray, features: Features, sample: VoxelSample, voxels: int
-) -> VoxelSample:
-    """A sample drawn by how sure and how right a map is: what it does not fit is then in it."""
-    mapping = expert_map(theta, features)
-    sampler = VoxelSampler(sample.logits.shape[1], min(voxels, len(sample)))
-    for case in cases:
-        for chunk in case.chunks():
-            fast = fast_maps(chunk.logits)
-            mapped = mapping(chunk.logits) if fast is None else fast.apply_experts(chunk.logits, mapping, keep=False)
-            sampler.add(chunk.logits, chunk.labels, chunk.valid, mapped)
-        del case
-    return sampler.sample()
 
 
 def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool) -> Sums:
@@ -150,6 +127,26 @@ def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool
             gradient += own_gradient
         del case
     return Sums(nll, gradient, None)
+
+
+def _stream_curvature(
+    cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int]
+) -> list[FloatArray]:
+    """The curvature ``(P, P)`` of some experts, over every voxel of theirs."""
+    total = np.zeros((len(theta), theta[0].size, theta[0].size))
+    wanted, threads = torch.tensor(experts), torch.get_num_threads()
+    for case in cases:
+        for chunk in case.chunks():
+            chosen = chunk.valid.cpu()
+            if len(theta) > 1:
+                chosen &= torch.isin(chunk.logits.argmax(1).cpu(), wanted)
+            z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
+            rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
+            own = expert_sums(rows, theta, features, curvature=True, threads=threads)
+            assert own.curvature is not None
+            total += own.curvature
+        del case
+    return list(total[list(experts)])
 
 
 def _penalties(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) -> tuple[list[Quadratic], list[str]]:
@@ -215,7 +212,7 @@ def _pooled(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) 
     problem = ExpertProblem(start.shape, features, None, [penalty], total, torch.get_num_threads())
     lower, upper = calibrator.bounds(first.num_classes, 1)
     solution = projected_newton(
-        lambda x: problem.with_curvature(rows, x), start.ravel(), lower.ravel(), upper.ravel(), tolerance=1e-6
+        partial(problem.with_curvature, rows), start.ravel(), lower.ravel(), upper.ravel(), tolerance=1e-6
     )
     lower, upper = calibrator.bounds(first.num_classes, len(centre))
     return np.clip(np.broadcast_to(solution.value.reshape(start.shape), centre.shape), lower, upper)
@@ -240,6 +237,13 @@ def _conclude(
     calibrator.set_parameters(theta)
     if solution.flat:
         notes = [*notes, "some parameters are not determined by the data: the likelihood is level along them"]
+    bounded = int(np.count_nonzero(solution.active))
+    if bounded and not calibrator.constrained:
+        largest = float(np.abs(solution.value).max())
+        notes = [
+            *notes,
+            f"{bounded} parameters are at their bound of {largest:g}: beyond it the likelihood goes on rising",
+        ]
     used = first.total if streaming else len(sample)
     if used < first.total:
         error = sample.standard_error(_losses(calibrator(sample.logits), sample.labels))

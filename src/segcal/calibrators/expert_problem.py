@@ -57,14 +57,19 @@ class ExpertProblem:
         sums = expert_sums(rows, self.theta(x), self.features, curvature=True, threads=self.threads)
         values, gradient = self.combine(sums, x)
         assert sums.curvature is not None
-        blocks = []
-        for e, penalty in enumerate(self.penalties):
-            hessian = sums.curvature[e] / self.total + penalty.matrix
-            blocks.append(hessian if self.basis is None else self.basis.T @ hessian @ self.basis)
+        blocks = [self.hessian(e, own) for e, own in enumerate(sums.curvature)]
         if len(blocks) == 1:
             return float(values[0]), gradient, blocks[0]
-        indices = np.arange(len(x)).reshape(self.shape[0], self.free)
-        return values, gradient, list(zip(indices, blocks, strict=True))
+        return values, gradient, list(zip(self.blocks(), blocks, strict=True))
+
+    def blocks(self) -> list[NDArray[np.int64]]:
+        """The places in ``x`` of every expert's parameters."""
+        return list(np.arange(self.shape[0] * self.free).reshape(self.shape[0], self.free))
+
+    def hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
+        """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""
+        hessian = curvature / self.total + self.penalties[expert].matrix
+        return hessian if self.basis is None else self.basis.T @ hessian @ self.basis
 
     def with_gradient(self, sums: Sums, x: FloatArray) -> tuple[Any, FloatArray]:
         """Value and gradient from sums over everything, for ``sampled_newton``."""

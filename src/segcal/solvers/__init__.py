@@ -6,11 +6,11 @@ ask twice at the same point. What they return says whether, and how well, the mi
 
 from __future__ import annotations
 
+from segcal.solvers.damped import damped_newton
 from segcal.solvers.lbfgs import projected_lbfgs
 from segcal.solvers.newton import Hessian, Problem, projected_newton
 from segcal.solvers.sampled import Whole, sampled_newton
 from segcal.solvers.scalar import newton_1d
-from segcal.solvers.secant import secant_newton
 from segcal.solvers.solution import Solution
 from segcal.solvers.stochastic import Epoch, Training, adam
 
@@ -22,9 +22,9 @@ __all__ = [
     "Training",
     "Whole",
     "adam",
+    "damped_newton",
     "newton_1d",
     "projected_lbfgs",
     "projected_newton",
     "sampled_newton",
-    "secant_newton",
 ]
