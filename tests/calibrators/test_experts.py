@@ -425,3 +425,12 @@ def test_arguments_are_saved(name, tmp_path):
     again = load(tmp_path / "c.safetensors")
     assert again.arguments() == calibrator.arguments()
     assert torch.equal(again(z), calibrator(z))
+
+
+def test_parameters_at_their_bounds_are_reported():
+    """Class 1 is where the second logit is the lower, without exception: the optimum is at infinity."""
+    second = torch.linspace(0.1, 3, 4000)
+    logits = torch.stack((torch.full_like(second, 4.0), second, torch.zeros_like(second)), 1)
+    calibrator = CALIBRATORS["ms"]().fit(logits, (second < 1.5).long(), voxels="all")
+    assert any("at their bound of 100" in note for note in calibrator.fit_report.notes)
+    assert calibrator(logits).isfinite().all()
