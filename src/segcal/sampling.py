@@ -66,7 +66,10 @@ class VoxelSample:
 
     def thin(self, voxels: int) -> VoxelSample:
         """The part of at most so many voxels with the lowest keys, shared equally by the strata."""
-        chosen = _lowest(self.strata, self.keys, self.sizes, voxels)
+        return self.take(_lowest(self.strata, self.keys, self.sizes, voxels))
+
+    def take(self, chosen: NDArray[np.int64]) -> VoxelSample:
+        """The voxels with these indices."""
         return replace(
             self,
             logits=self.logits[chosen],
@@ -128,18 +131,22 @@ class VoxelSampler:
             self._thin(int(_SPARE * self.voxels))
 
     def _thin(self, voxels: int) -> VoxelSample:
-        whole = VoxelSample(
+        strata, keys = (np.concatenate([getattr(part, name) for part in self._parts]) for name in ("strata", "keys"))
+        if len(strata) > voxels:
+            chosen, first = _lowest(strata, keys, self._sizes, voxels), 0
+            for n, part in enumerate(self._parts):  # one after the other: everything is never held twice
+                here = slice(*np.searchsorted(chosen, (first, first + len(part))))
+                self._parts[n], first = part.take(chosen[here] - first), first + len(part)
+        thinned = VoxelSample(
             torch.cat([part.logits for part in self._parts]),
             torch.cat([part.labels for part in self._parts]),
             np.concatenate([part.strata for part in self._parts]),
             np.concatenate([part.keys for part in self._parts]),
             self._sizes,
         )
-        thinned = whole.thin(voxels) if len(whole) > voxels else whole
-        if len(thinned) < len(whole):
-            full = np.bincount(thinned.strata, minlength=len(self._sizes)) < np.bincount(
-                whole.strata, minlength=len(self._sizes)
-            )
+        if len(thinned) < len(strata):
+            counts = (np.bincount(some, minlength=len(self._sizes)) for some in (thinned.strata, strata))
+            full = np.less(*counts)
             highest = np.zeros_like(self._highest)
             np.maximum.at(highest, thinned.strata, thinned.keys)
             self._highest = np.where(full, np.minimum(highest, self._highest), self._highest)

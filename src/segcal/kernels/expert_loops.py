@@ -270,7 +270,7 @@ def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
     """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``."""
     block = b.best.shape[0]
     scores = b.scores if experts.features == GAPS else s.u[: x.shape[0]]
-    ranked = experts.features in (GAPS, MARGINS)
+    ranked = experts.features in (GAPS, MARGINS)  # the winner's score is 0
     for begin in range(start, stop, block):
         size = min(block, stop - begin)
         largest(x, begin, size, b.best, s.winner)
@@ -279,18 +279,19 @@ def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
         if experts.features == GAPS:
             _unsort(s.u, s.order, size, b.rest, scores)
         for v in range(size):
-            first = _Index(s.winner[v])
-            own = _ZERO if ranked else scores[first, v]
-            own += b.best[v] - b.best[v]  # NaN where the best logit is not finite, else 0
-            scores[first, v] = b.own[v] = own
+            b.own[v] = b.best[v] - b.best[v]  # NaN where the best logit is not finite, else 0
         if impossible:
             for k in range(x.shape[0]):
                 row, column = x[k, begin : begin + size], scores[k]
                 for v in range(size):
                     column[v] = _NEVER if row[v] == _NEVER else column[v]
-        if keep and ranked:  # the winner, 0, is the largest but for rounding
+        if keep and ranked:  # the winner is the largest but for rounding, and its place among the scores is not read
             for v in range(size):
                 b.best[v], b.winner[v] = b.own[v], s.winner[v]
         else:
+            for v in range(size):
+                first = _Index(s.winner[v])
+                b.own[v] += _ZERO if ranked else scores[first, v]
+                scores[first, v] = b.own[v]
             largest(scores, 0, size, b.best, b.winner)
         write_log_softmax(b, scores, 0, size, _ONE, keep, s.winner, rounding, out, to + begin - start)
