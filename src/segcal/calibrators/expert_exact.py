@@ -30,8 +30,9 @@ FloatArray = NDArray[np.float64]
 SAMPLE_VOXELS = 400_000
 # Of them, those whose curvature is computed: at least this many, and so many for each parameter,
 _CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 100_000, 15
-# and the part of those on which Newton's method starts.
-_START = 3
+# and the part of those on which Newton's method starts. It goes on on everything if that is no more than so many times
+# as much again, and else needs no more than so many passes over everything.
+_START, _PASSES = 3, 12
 # Free maps of one class each have so many parameters that they fit a sample by going astray on all other voxels: they
 # take few steps on more voxels, and then need the curvature of all.
 _VOXELS_PER_FREE_PARAMETER, _FREE_STEPS = 60, 6
@@ -92,9 +93,11 @@ def fit_exactly(
             max_iterations=_FREE_STEPS if astray and streaming else 100,
         ).value
     solution: Solution[FloatArray] | None = None
-    if len(sample) > rich or (streaming and not astray):
+    if len(sample) > _START * rich or (streaming and not astray):
         some = _rows(sample.thin(rich) if rich < len(sample) else sample, features, len(centre))
-        solution = sampled_newton(partial(problem.with_curvature, some), whole, x, *limits, gain=_GAIN)
+        solution = sampled_newton(
+            partial(problem.with_curvature, some), whole, x, *limits, gain=_GAIN, max_passes=_PASSES
+        )
         x = solution.value
     if solution is None or not solution.converged:
         if streaming:

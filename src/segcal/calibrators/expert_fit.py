@@ -20,8 +20,8 @@ from segcal.kernels.experts import ExpertMap, Features, describe
 FloatArray = NDArray[np.float64]
 Pieces = Sequence[tuple[int, slice]]
 
-# Rows at a time: their products, 419 x 1024 float64 for 19 classes, are 3 MB.
-_ROWS = 1024
+# Rows at a time: their products, 419 x 512 float64 for 19 classes, are 2 MB.
+_ROWS = 512
 
 
 class Rows(NamedTuple):
