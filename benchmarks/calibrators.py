@@ -154,8 +154,8 @@ def contend(name: str, method: str, images: int, folder: str) -> None:
     _, fit = FITS[name]
     logits, labels = read(folder, images)
     options = {"folder": folder, "images": images}
-    if name.startswith("segcal"):  # compile, import, warm up
-        segcal.CALIBRATORS[method]().fit(logits[:1], labels[:1], voxels="all")(logits[:1])
+    if name.startswith("segcal"):  # import, warm up, compile: so many voxels that they are read from a stream
+        segcal.CALIBRATORS[method]().fit(logits[:4], labels[:4], voxels="all")(logits[:1])
     if "files" in name:
         del logits
         logits = torch.empty(0)

@@ -168,29 +168,3 @@ def test_nacl_agrees_with_monai_away_from_the_border(penalty, space):
     border = ours.grad - theirs.grad
     border[inside] = 0
     assert border.abs().max() > 1e-4 or penalty == "l1"
-
-
-@pytest.mark.parametrize("space", [(37, 29), (11, 13, 17)])
-@pytest.mark.parametrize("margin", [1.0, 5.0])
-@pytest.mark.parametrize("ignored", [False, True])
-def test_crac_in_one_pass_is_crac_by_torch(space, margin, ignored, monkeypatch):
-    """numba's loop, which takes large float32 batches on the CPU, and the operations that take all others."""
-    random = torch.Generator().manual_seed(4)
-    logits = 3 * torch.randn(3, *space, 4, generator=random).movedim(-1, 1)  # not contiguous
-    logits[0, :, :4] = 0  # at tau = 0 there is no slope
-    labels = torch.randint(0, 4, (3, *(side // 4 + 1 for side in space)), generator=random)
-    for axis, side in enumerate(space, 1):
-        labels = labels.repeat_interleave(4, axis).narrow(axis, 0, side)
-    if ignored:
-        labels = labels.masked_fill(torch.rand(labels.shape, generator=random) < 0.2, 255)
-    found = []
-    for large in (1, 2**40):
-        monkeypatch.setattr("segcal.kernels._LARGE", large)
-        z = logits.clone().requires_grad_()
-        value = crac(z, labels, margin=margin, base=None, reduction="none")
-        value.square().sum().backward()
-        with torch.no_grad():
-            assert torch.equal(crac(z, labels, margin=margin, base=None, reduction="none"), value)
-        found.append((value.detach(), z.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

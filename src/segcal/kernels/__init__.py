@@ -75,19 +75,6 @@ def fast_maps(logits: Tensor) -> ModuleType | None:
     return apply_cpu
 
 
-def fast_penalties(logits: Tensor) -> ModuleType | None:
-    """``segcal.kernels.penalty_cpu`` where it suits these logits: many, float32, on the CPU."""
-    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or logits.device.type != "cpu":
-        return None
-    if logits.numel() < _LARGE:
-        return None
-    try:
-        from segcal.kernels import penalty_cpu
-    except ImportError:
-        return None
-    return penalty_cpu
-
-
 def _suits_numba(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
 from segcal.losses.combine import Base, penalised
 from segcal.losses.lagrangian import Multipliers
-from segcal.losses.patches import Counts, patch_counts
+from segcal.losses.patches import patch_counts
 from segcal.losses.voxelwise import Part, Terms
 
 
@@ -40,7 +39,6 @@ def crac(
         >>> crac(torch.zeros(1, 2, 4, 4), labels, torch.ones(2, 2), torch.ones(2, 2), base=None)
         tensor(0.7500)
     """
-    check_number("margin", margin)
     batch = prepare(logits, labels, ignore_index)
     for name, table in (("multipliers", multipliers), ("rho", rho)):
         if table.shape != (2, batch.num_classes):
@@ -51,10 +49,9 @@ def crac(
 
 def constraint(batch: Batch, margin: float, patch: int) -> tuple[Tensor, Tensor]:
     """``z - tau (B, C, *S)``, and 1 where the patch holds several labels, 0 elsewhere ``(B, 1, *S)``."""
-    return _gaps(batch.logits, patch_counts(batch, patch), margin)
-
-
-def _gaps(z: Tensor, counts: Counts, margin: float) -> tuple[Tensor, Tensor]:
+    check_number("margin", margin)
+    z = batch.logits
+    counts = patch_counts(batch, patch)
     # The largest count is everything exactly where the largest label of the patch is also its smallest. Bytes become
     # floats much faster than bools do.
     outer = (counts.classes.amax(1, keepdim=True) != counts.total).to(torch.uint8).to(z.dtype)
@@ -73,11 +70,7 @@ def by_region(table: Tensor, outer: Tensor) -> Tensor:
 
 def _phr_terms(batch: Batch, multipliers: Tensor, rho: Tensor, margin: float, patch: int) -> Terms:
     """``sum_k lambda h + rho h^2 / 2`` and its derivative ``(lambda + rho h) sign(z - tau)``."""
-    counts = patch_counts(batch, patch)
-    fast = fast_penalties(batch.logits)
-    if fast is not None:
-        return Terms(*fast.phr_terms(batch.logits, *counts, multipliers, rho, margin, gradient=batch.needs_gradient))
-    gap, outer = _gaps(batch.logits, counts, margin)
+    gap, outer = constraint(batch, margin, patch)
     linear = by_region(multipliers, outer).mul_(gap.sign())
     gradient = by_region(rho, outer).mul_(gap).add_(linear)
     # h (lambda + rho h / 2) = (z - tau) (gradient + linear) / 2
@@ -95,7 +88,6 @@ def violation_sums(
         >>> violation_sums(torch.ones(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.long))
         (tensor([[0., 9.], [0., 0.]], dtype=torch.float64), tensor([9, 0]))
     """
-    check_number("margin", margin)
     batch = prepare(logits, labels, ignore_index)
     gap, outer = constraint(batch, margin, patch)
     valid = torch.ones_like(outer) if batch.valid is None else batch.valid.unsqueeze(1).to(outer)
