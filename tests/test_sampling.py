@@ -251,14 +251,3 @@ def test_compiled_and_plain_strata_agree_but_for_rounding():
     assert z.numel() > 2**18
     small = np.concatenate([sampling._strata(z[:, :, row : row + 100], y[:, row : row + 100]) for row in (0, 100, 200)])
     assert (sampling._strata(z, y) != small).mean() < 1e-4
-
-
-def test_scores_decide_on_the_strata_and_logits_are_what_is_kept():
-    z, y = torch.randn(1, 3, 40, 50, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 40, 50).long()
-    scores, valid = -4 * z, torch.ones(1, 40, 50, dtype=torch.bool)
-    sampler = VoxelSampler(3, voxels=200)
-    sampler.add(z, y, valid, scores)
-    sample = sampler.sample()
-    assert np.array_equal(sample.strata, sampling._strata(-4 * sample.logits, sample.labels))
-    assert sample.weights.sum() == pytest.approx(2000)
-    assert {tuple(row) for row in sample.logits.tolist()} <= {tuple(row) for row in z[0].flatten(1).T.tolist()}

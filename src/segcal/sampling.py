@@ -109,13 +109,10 @@ class VoxelSampler:
         self._parts: list[VoxelSample] = []
         self._held = self._seen = 0
 
-    def add(self, logits: Tensor, labels: Tensor, valid: Tensor, scores: Tensor | None = None) -> None:
-        """Show it ``logits (N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``.
-
-        ``scores`` decide on the strata where they are given: what a calibrator makes of the logits.
-        """
+    def add(self, logits: Tensor, labels: Tensor, valid: Tensor) -> None:
+        """Show it ``logits (N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``."""
         logits, flat_labels = logits.detach(), labels.reshape(-1)
-        strata = _strata(logits if scores is None else scores.detach(), labels)
+        strata = _strata(logits, labels)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
         kept, keys = _choose(strata, valid.reshape(-1).cpu().numpy(), first, self._highest, self._sizes)
         self._seen += len(strata)

@@ -39,7 +39,6 @@ def sampled_newton(
     gain: float = 1e-7,
     tolerance: float = 1e-8,
     max_passes: int = 30,
-    first_steps: int = _FIRST_STEPS,
 ) -> Solution[FloatArray]:
     """The minimum of a smooth convex f over a box, from the curvature of a sample and a few gradients of f.
 
@@ -59,7 +58,6 @@ def sampled_newton(
         gain: Done when the tilted sample promises to lower f by no more than this; also done at ``tolerance``.
         tolerance: Done when the certificate of ``segcal.solvers.Solution`` is at most this.
         max_passes: Evaluations of f at most.
-        first_steps: Newton steps on the sample alone to begin with; 0 where the start is better than its minimum.
 
     Examples:
         >>> data = np.random.default_rng(0).normal(3.0, 1.0, 10_000)
@@ -72,7 +70,7 @@ def sampled_newton(
     """
     box = Box(lower, upper, len(checked_start(start)))
     sample = _remembering(sample)
-    first = projected_newton(sample, start, lower, upper, tolerance=tolerance, max_iterations=first_steps)
+    first = projected_newton(sample, start, lower, upper, tolerance=tolerance, max_iterations=_FIRST_STEPS)
     x = first.value
     hessian = sample(x)[2]
     indices: list[Index] = [slice(None)] if isinstance(hessian, np.ndarray) else [index for index, _ in hessian]
