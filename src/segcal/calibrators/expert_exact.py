@@ -142,7 +142,9 @@ def _stream_curvature(
         for chunk in case.chunks():
             chosen = chunk.valid.cpu()
             if len(theta) > 1:
-                chosen &= torch.isin(chunk.logits.argmax(1).cpu(), wanted)
+                chosen = chosen & torch.isin(
+                    chunk.logits.argmax(1).cpu(), wanted
+                )  # not in place: valid is the caller's
             z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
             rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
             own = expert_sums(rows, theta, features, curvature=True, threads=threads)
