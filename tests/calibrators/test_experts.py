@@ -434,15 +434,3 @@ def test_parameters_at_their_bounds_are_reported():
     calibrator = CALIBRATORS["ms"]().fit(logits, (second < 1.5).long(), voxels="all")
     assert any("at their bound of 100" in note for note in calibrator.fit_report.notes)
     assert calibrator(logits).isfinite().all()
-
-
-def test_a_mask_is_left_as_it_was(monkeypatch):
-    """The curvature is summed over some experts' voxels, which must not take the others out of the data."""
-    monkeypatch.setattr(experts, "SAMPLE_VOXELS", 2000)
-    z = 2 * torch.randn(1, 3, 80, 80, generator=torch.Generator().manual_seed(3))
-    y, mask = z.argmax(1), torch.ones(1, 80, 80, dtype=torch.bool)
-    y[:, ::3] = 1
-    mask[:, :9] = False
-    before = mask.clone()
-    CALIBRATORS["cdc"]().fit(z, y, mask=mask, voxels="all")
-    assert torch.equal(mask, before)
