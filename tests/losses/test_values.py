@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from reference import losses as reference
 from segcal import losses
+from segcal.kernels import fast_penalties
 from segcal.losses.consistency import boundary_weights
 
 WEIGHTS = [0.5, 2.0, 1.25, 0.0]
@@ -168,3 +169,29 @@ def test_nacl_agrees_with_monai_away_from_the_border(penalty, space):
     border = ours.grad - theirs.grad
     border[inside] = 0
     assert border.abs().max() > 1e-4 or penalty == "l1"
+
+
+@pytest.mark.parametrize("space", [(37, 29), (7, 13, 17)])
+@pytest.mark.parametrize("patch", [3, 5])
+@pytest.mark.parametrize("margin", [1.0, 5.0])
+@pytest.mark.parametrize("ignored", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_crac_in_one_compiled_pass(space, patch, margin, ignored, reduction, monkeypatch):
+    """numba's loop, which takes large float32 batches on the CPU, and torch's operations in float64."""
+    monkeypatch.setattr("segcal.kernels._LARGE", 1)
+    logits, labels = batch(space, images=3, ignored=ignored)
+    logits[0, :, :4] = 0  # where tau is 0 too there is no slope
+    if ignored:
+        labels[1] = 255
+    options = {"margin": margin, "patch": patch, "class_weights": WEIGHTS, "reduction": reduction}
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        z = logits.to(dtype).requires_grad_()
+        assert (fast_penalties(z) is None) == (dtype == torch.float64)
+        value = losses.crac(z, labels, TABLES, RHO, **options)
+        value.square().sum().backward()
+        with torch.no_grad():
+            assert torch.equal(losses.crac(z, labels, TABLES, RHO, **options), value)
+        found.append((value.detach().double(), z.grad.double()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -33,6 +33,7 @@ __all__ = [
     "Tally",
     "Voxels",
     "fast_maps",
+    "fast_penalties",
     "tally",
 ]
 
@@ -43,6 +44,8 @@ Kernel = Callable[[Voxels, int], Tally]
 
 # Below this many logits the reference is done before numba has been imported.
 _LARGE = 2**18
+# A byte holds the labels of so many classes, and one number more for voxels without any.
+_BYTE_CLASSES = 255
 
 
 def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None) -> tuple[Tally, float]:
@@ -73,6 +76,19 @@ def fast_maps(logits: Tensor) -> ModuleType | None:
     except ImportError:
         return None
     return apply_cpu
+
+
+def fast_penalties(logits: Tensor) -> ModuleType | None:
+    """``segcal.kernels.penalty_cpu`` where it suits these logits: many, float32, contiguous, on the CPU."""
+    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or logits.device.type != "cpu":
+        return None
+    if logits.numel() < _LARGE or logits.shape[1] > _BYTE_CLASSES or not logits.is_contiguous():
+        return None
+    try:
+        from segcal.kernels import penalty_cpu
+    except ImportError:
+        return None
+    return penalty_cpu
 
 
 def _suits_numba(logits: Tensor) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, check_patch, prepare
 from segcal.losses.combine import Base, penalised
 from segcal.losses.lagrangian import Multipliers
-from segcal.losses.patches import patch_counts
+from segcal.losses.patches import label_codes, patch_counts
 from segcal.losses.voxelwise import Part, Terms
 
 
@@ -43,13 +46,18 @@ def crac(
     for name, table in (("multipliers", multipliers), ("rho", rho)):
         if table.shape != (2, batch.num_classes):
             raise InputError(f"{name} have shape {tuple(table.shape)}", expected=f"(2, {batch.num_classes})")
-    part = Part(lambda piece, _: _phr_terms(piece, multipliers, rho, margin, patch), 1 / batch.num_classes)
+    check_number("margin", margin)
+    check_patch(patch, batch.labels.shape[1:])
+    part = Part(
+        lambda piece, _: _phr_terms(piece, multipliers, rho, margin, patch),
+        1 / batch.num_classes,
+        add=_one_pass(batch, (multipliers, rho), margin, patch),
+    )
     return penalised(part, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
 
 
 def constraint(batch: Batch, margin: float, patch: int) -> tuple[Tensor, Tensor]:
     """``z - tau (B, C, *S)``, and 1 where the patch holds several labels, 0 elsewhere ``(B, 1, *S)``."""
-    check_number("margin", margin)
     z = batch.logits
     counts = patch_counts(batch, patch)
     # The largest count is everything exactly where the largest label of the patch is also its smallest. Bytes become
@@ -78,6 +86,21 @@ def _phr_terms(batch: Batch, multipliers: Tensor, rho: Tensor, margin: float, pa
     return Terms(value, gradient if batch.needs_gradient else None)
 
 
+def _one_pass(
+    batch: Batch, tables: tuple[Tensor, Tensor], margin: float, patch: int
+) -> Callable[[Batch, Terms, float], None] | None:
+    """What adds the penalty to other terms in a compiled loop, where there is one for such logits."""
+    fast = fast_penalties(batch.logits)
+    if fast is None:
+        return None
+
+    def add(piece: Batch, terms: Terms, scale: float) -> None:
+        codes = label_codes(piece)
+        fast.add_phr(*terms, piece.logits, codes, tables, margin=margin, patch=patch, scale=scale)
+
+    return add
+
+
 @torch.no_grad()
 def violation_sums(
     logits: Tensor, labels: Tensor, *, margin: float = 1.0, patch: int = 3, ignore_index: int = 255
@@ -88,6 +111,7 @@ def violation_sums(
         >>> violation_sums(torch.ones(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.long))
         (tensor([[0., 9.], [0., 0.]], dtype=torch.float64), tensor([9, 0]))
     """
+    check_number("margin", margin)
     batch = prepare(logits, labels, ignore_index)
     gap, outer = constraint(batch, margin, patch)
     valid = torch.ones_like(outer) if batch.valid is None else batch.valid.unsqueeze(1).to(outer)

@@ -26,17 +26,19 @@ class Counts(NamedTuple):
     total: Tensor
 
 
+def label_codes(batch: Batch) -> Tensor:
+    """The labels ``(B, *S)`` in the smallest type that also holds C, which stands for "ignored"."""
+    codes = batch.labels.to(torch.uint8 if batch.num_classes < 256 else torch.int32)
+    return codes if batch.valid is None else codes.masked_fill(~batch.valid, batch.num_classes)
+
+
 def class_planes(batch: Batch) -> Tensor:
     """``(B, C, *S)`` uint8, 1 where the label is the class; ignored voxels are 0 everywhere."""
     classes = batch.num_classes
-    # Labels are compared in the smallest type that also holds a code for "ignored". The class numbers are laid out as
-    # planes because a comparison with a broadcast number per plane does not vectorise.
-    small = torch.uint8 if classes < 256 else torch.int32
-    codes = batch.labels.to(small)
-    if batch.valid is not None:
-        codes = codes.masked_fill(~batch.valid, classes)
+    codes = label_codes(batch)
     space = codes.shape[1:]
-    numbers = torch.arange(classes, dtype=small, device=codes.device)
+    # Laid out as planes, because a comparison with a broadcast number per plane does not vectorise.
+    numbers = torch.arange(classes, dtype=codes.dtype, device=codes.device)
     numbers = numbers.view(-1, *[1] * len(space)).expand(classes, *space).contiguous()
     return (codes.unsqueeze(1) == numbers).to(torch.uint8)
 

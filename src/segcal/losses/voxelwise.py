@@ -37,11 +37,14 @@ class Part(NamedTuple):
             as second argument, where there is one. What is returned belongs to the caller, who changes it.
         weight: What they are multiplied by.
         mass: What each voxel ``(B, *S)`` counts in the denominator of the mean; None counts valid voxels.
+        add: ``(batch, terms, scale)`` adds the scaled terms to given ones in a single pass; None where there is no such
+            pass for this kind of batch.
     """
 
     terms: Callable[[Batch, Tensor | None], Terms]
     weight: float = 1.0
     mass: Tensor | None = None
+    add: Callable[[Batch, Terms, float], None] | None = None
 
 
 class Softmax(NamedTuple):
@@ -142,6 +145,9 @@ def _weighted_sum(batch: Batch, parts: Sequence[Part], scales: Sequence[float | 
     """Value and derivative of the sum of scaled parts, the derivative in ``out`` if there is one."""
     value, gradient = parts[0].terms(batch, out)
     for part, scale in zip(parts[1:], scales[1:], strict=True):
+        if part.add is not None:
+            part.add(batch, Terms(value, gradient), float(scale))
+            continue
         terms = part.terms(batch, None)
         _add_scaled(value, terms.value, scale)
         if gradient is not None and terms.gradient is not None:
