@@ -160,7 +160,7 @@ def test_the_optimum_is_scipys(solved):
 def test_a_sample_and_passes_over_everything_find_the_same(solved, large, monkeypatch):
     name, z, y, best = solved
     monkeypatch.setattr("segcal.kernels._LARGE", large)  # passes by torch, or by numba
-    monkeypatch.setattr(experts, "SAMPLE_VOXELS", 2000)
+    monkeypatch.setattr(expert_exact, "SAMPLE_VOXELS", 2000)
     monkeypatch.setattr(expert_exact, "_CURVATURE_VOXELS", 900)
     monkeypatch.setattr(expert_exact, "_VOXELS_PER_PARAMETER", 1)
     report = (calibrator := CALIBRATORS[name]().fit(z, y, voxels="all")).fit_report

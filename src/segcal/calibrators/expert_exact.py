@@ -45,6 +45,20 @@ _GAUGE = 1e-2
 _GAIN = 1e-7
 
 
+def sample_voxels(calibrator: ExpertCalibrator, num_classes: int, *, everything: bool) -> int:
+    """How many voxels to draw: those to fit to or, where everything is read again, those for the curvature."""
+    return min(SAMPLE_VOXELS, _curvature_voxels(calibrator, num_classes)) if everything else SAMPLE_VOXELS
+
+
+def _goes_astray(calibrator: ExpertCalibrator) -> bool:
+    return calibrator.routed and not calibrator.constrained
+
+
+def _curvature_voxels(calibrator: ExpertCalibrator, num_classes: int) -> int:
+    each = _VOXELS_PER_FREE_PARAMETER if _goes_astray(calibrator) else _VOXELS_PER_PARAMETER
+    return max(_CURVATURE_VOXELS, each * calibrator.identity(num_classes).size)
+
+
 def fit_exactly(
     calibrator: ExpertCalibrator, first: FirstPass, cases: CaseSet | None, start: FloatArray | None = None
 ) -> Fitted:
@@ -79,8 +93,7 @@ def fit_exactly(
         sums = _stream_curvature(cases, problem.theta(x), features, experts)
         return [problem.hessian(e, own) for e, own in zip(experts, sums, strict=True)]
 
-    astray = calibrator.routed and not calibrator.constrained
-    rich = max(_CURVATURE_VOXELS, (_VOXELS_PER_FREE_PARAMETER if astray else _VOXELS_PER_PARAMETER) * centre.size)
+    astray, rich = _goes_astray(calibrator), _curvature_voxels(calibrator, classes)
     x = problem.x(centre if start is None else start)
     rough = 1e-6 if calibrator.routed else 1e-4  # experts have few voxels each, and wander off from a rough start
     if len(sample) > rich // _START and start is None:
@@ -142,9 +155,7 @@ def _stream_curvature(
         for chunk in case.chunks():
             chosen = chunk.valid.cpu()
             if len(theta) > 1:
-                chosen = chosen & torch.isin(
-                    chunk.logits.argmax(1).cpu(), wanted
-                )  # not in place: valid is the caller's
+                chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), wanted)
             z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
             rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
             own = expert_sums(rows, theta, features, curvature=True, threads=threads)

@@ -22,6 +22,7 @@ Pieces = Sequence[tuple[int, slice]]
 
 # Rows at a time: their products, 419 x 512 float64 for 19 classes, are 2 MB.
 _ROWS = 512
+_DESCRIBED = 2**14
 
 
 class Rows(NamedTuple):
@@ -42,18 +43,22 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int) -> Rows:
         """From ``logits (n, C)`` and ``labels (n,)``."""
-        seen = describe(logits.double(), features)
-        target, never = labels, torch.isneginf(logits)
-        if seen.order is not None:
-            target = (seen.order == labels[:, None]).to(torch.int64).argmax(1)
-            never = never.gather(1, seen.order)
-        winner = seen.winner.numpy()
-        expert = winner if experts > 1 else np.zeros_like(winner)
-        by_expert = np.argsort(expert, kind="stable")
-        x = np.concatenate((seen.x.numpy(), np.ones((len(logits), 1))), 1)
-        first = np.searchsorted(expert[by_expert], np.arange(experts + 1))
-        impossible = never.numpy()[by_expert] if bool(never.any()) else None
-        return cls(x[by_expert], target.numpy()[by_expert], weights[by_expert], winner[by_expert], first, impossible)
+        order = torch.argsort(logits.argmax(1), stable=True) if experts > 1 else torch.arange(len(logits))
+        inputs = logits.shape[1] - (features == "gaps")
+        x, never = np.ones((len(logits), inputs + 1)), np.zeros(logits.shape, np.bool_)
+        target, winner = (np.empty(len(logits), np.int64) for _ in range(2))
+        for start in range(0, len(logits), _DESCRIBED):  # a few at a time, so that copies in float64 stay small
+            here = slice(start, start + _DESCRIBED)
+            z, y = logits[order[here]], labels[order[here]]
+            seen = describe(z.double(), features)
+            x[here, :-1], winner[here] = seen.x, seen.winner
+            if seen.order is None:
+                target[here], never[here] = y, torch.isneginf(z)
+            else:
+                target[here] = (seen.order == y[:, None]).to(torch.int64).argmax(1)
+                never[here] = torch.isneginf(z).gather(1, seen.order)
+        first = np.searchsorted(winner, np.arange(experts + 1)) if experts > 1 else np.array([0, len(logits)])
+        return cls(x, target, weights[order.numpy()], winner, first, never if never.any() else None)
 
 
 class Sums(NamedTuple):

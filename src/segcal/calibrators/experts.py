@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from segcal.calibrators.base import Calibrator, Choice, FitData, Fitted, LogUniform
 from segcal.calibrators.expert_adam import fit_by_adam
-from segcal.calibrators.expert_exact import SAMPLE_VOXELS, fit_exactly
+from segcal.calibrators.expert_exact import fit_exactly, sample_voxels
 from segcal.calibrators.first_pass import FirstPass
 from segcal.cases import CaseSet
 from segcal.errors import InputError
@@ -159,5 +159,7 @@ class ExpertCalibrator(Calibrator):
         with blas_threads(1):
             if self.solver == "adam":
                 return fit_by_adam(self, data)
-            first = FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed)
-            return fit_exactly(self, first, data.cases if data.voxels == "all" else None)
+            everything = data.voxels == "all"
+            voxels = sample_voxels(self, data.cases.num_classes, everything=everything)
+            first = FirstPass.over(data.cases, voxels, data.seed)
+            return fit_exactly(self, first, data.cases if everything else None)
