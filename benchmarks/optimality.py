@@ -17,15 +17,17 @@ import numpy as np
 import scipy
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, minimize, minimize_scalar
+from scipy.optimize import Bounds, OptimizeResult, minimize, minimize_scalar
 from torch import Tensor
 
 import segcal
 from segcal.synthetic import ClassAffine, ClassConditional, scenes
 
 LIMIT = 1e-6
+BOUND = 100.0  # of segcal, for free maps of one class each; those of all classes stay far within it
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHUNK = 2**18
+FEW = 2**16 if DEVICE.type == "cuda" else 2**13  # voxels whose outer products are held at once
 Array = NDArray[np.float64]
 
 
@@ -60,7 +62,7 @@ class Experts:
             p = log_p.exp()
             slope += ((p - torch.nn.functional.one_hot(target, p.shape[1])) @ self.mix).T @ x
             if curvature:
-                for few in torch.arange(len(x), device=x.device).split(2**13):
+                for few in torch.arange(len(x), device=x.device).split(FEW):
                     own, q = x[few], p[few]
                     outer = ((q @ self.mix)[:, :, None] * own[:, None, :]).flatten(1)
                     second -= outer.T @ outer
@@ -111,20 +113,51 @@ def directions(method: str, classes: int) -> Array:
 def solve_free(method: str, problem: Experts, classes: int) -> float:
     """Trust-region Newton of scipy; stops where the gradient is rounding."""
     basis = directions(method, classes)
-    kept: dict[bytes, tuple[float, Array, Array]] = {}
-
-    def terms(x: Array) -> tuple[float, Array, Array]:
-        if x.tobytes() not in kept:
-            kept.clear()
-            kept[x.tobytes()] = problem.terms(basis @ x, curvature=True)
-        return kept[x.tobytes()]
-
     start = np.linalg.lstsq(basis, identity_of(method, classes), rcond=None)[0]
-    found = minimize(
-        lambda x: terms(x)[0], start, jac=lambda x: basis.T @ terms(x)[1], hess=lambda x: basis.T @ terms(x)[2] @ basis,
-        method="trust-exact", options={"gtol": 1e-8, "maxiter": 200, "max_trust_radius": 100.0},
+    return float(trust_exact(problem, basis, np.zeros(len(basis)), start, barrier=0.0, gtol=1e-8).fun)
+
+
+def solve_boxed(problem: Experts, classes: int, beta: float) -> float:
+    """The least NLL where no parameter exceeds ``BOUND``, by trust-region Newton of scipy and a logarithmic barrier.
+
+    The columns of theta sum up to those of ``beta`` times the identity: no softmax sees the sum, but bounds do. The
+    barrier leaves at most its strength for each of the bounds above the optimum, for the likelihood is convex.
+    """
+    unit = np.eye(classes * (classes + 1)).reshape(classes, classes + 1, -1)
+    basis = np.linalg.qr((unit[1:] - unit[:1]).reshape(-1, unit.shape[-1]).T)[0]
+    centre, x = beta * np.eye(classes, classes + 1).ravel(), np.zeros(basis.shape[1])
+    for barrier in (1e-6, 1e-8, 1e-10, 1e-12):
+        x = trust_exact(problem, basis, centre, x, barrier=barrier, gtol=barrier).x
+    return problem.terms(centre + basis @ x)[0]
+
+
+def trust_exact(
+    problem: Experts, basis: Array, centre: Array, start: Array, barrier: float, gtol: float
+) -> OptimizeResult:
+    """The minimum over x of the NLL at ``theta = centre + basis x``, plus ``barrier`` times that of the bounds."""
+
+    def value(x: Array) -> float:
+        theta = centre + basis @ x
+        if not barrier:
+            return problem.terms(theta)[0]
+        if np.abs(theta).max() >= BOUND:
+            return np.inf
+        return problem.terms(theta)[0] - barrier * float(np.log1p(-((theta / BOUND) ** 2)).sum())
+
+    def slope(x: Array) -> Array:
+        theta = centre + basis @ x
+        steep = barrier * (1 / (BOUND - theta) - 1 / (BOUND + theta)) if barrier else 0.0
+        return np.asarray(basis.T @ (problem.terms(theta)[1] + steep))
+
+    def curvature(x: Array) -> Array:
+        theta = centre + basis @ x
+        bend = barrier * (1 / (BOUND - theta) ** 2 + 1 / (BOUND + theta) ** 2) if barrier else np.zeros(len(theta))
+        return np.asarray(basis.T @ (problem.terms(theta, curvature=True)[2] + np.diag(bend)) @ basis)
+
+    return minimize(
+        value, start, jac=slope, hess=curvature, method="trust-exact",
+        options={"gtol": gtol, "maxiter": 200, "max_trust_radius": 100.0},
     )  # fmt: skip
-    return float(found.fun)
 
 
 def identity_of(method: str, classes: int) -> Array:
@@ -158,14 +191,14 @@ def solve_bounded(problem: Experts) -> float:
 def optimum(method: str, z: Tensor, y: Tensor) -> float:
     """scipy's least mean NLL."""
     classes = z.shape[1]
-    if method in ("ts", "ets"):
 
-        def nll(beta: float) -> float:
-            return float(torch.nn.functional.cross_entropy(beta * z, y))
+    def nll(beta: float) -> float:
+        return float(torch.nn.functional.cross_entropy(beta * z, y))
 
-        beta = minimize_scalar(nll, bounds=(0.05, 5), options={"xatol": 1e-9}).x
-        if method == "ts":
-            return nll(beta)
+    beta = minimize_scalar(nll, bounds=(0.05, 5), options={"xatol": 1e-9}).x
+    if method == "ts":
+        return nll(beta)
+    if method == "ets":
         parts = torch.stack(
             [
                 (beta * z).log_softmax(1).gather(1, y[:, None])[:, 0].exp(),
@@ -192,6 +225,8 @@ def optimum(method: str, z: Tensor, y: Tensor) -> float:
     problems = experts_of(method, z, y)
     if method.startswith("cms"):
         return sum(solve_bounded(problem) for problem in problems)
+    if method == "cdc":
+        return sum(solve_boxed(problem, classes, beta) for problem in problems)
     return sum(solve_free(method, problem, classes) for problem in problems)
 
 

@@ -127,6 +127,13 @@ def test_several_threads_give_the_same_bits():
     assert torch.equal(apply_temperature(z, 0.7, threads=3), apply_temperature(z, 0.7, threads=1))
 
 
+def test_large_batches_take_longer_pieces_to_the_same_bits(monkeypatch):
+    z = example((40, 3, 300, 190))
+    expected = torch.cat([apply_temperature(image[None], 0.7) for image in z])
+    monkeypatch.setattr("segcal.kernels.apply_cpu._LONG_PIECE", 50_000)
+    assert torch.equal(apply_temperature(z, 0.7, threads=2), expected)
+
+
 def test_voxels_without_softmax_are_nan_and_harm_no_other():
     z = example((1, 4, 600))
     expected = apply_temperature(z, 0.7)

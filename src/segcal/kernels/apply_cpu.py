@@ -10,7 +10,8 @@ without any possible class has no softmax, and gets NaN for every class.
 Values err by at most 5e-7 (temperature) or 1e-6 (experts) of 1 + the voxel's largest |log-probability|, before they are
 rounded to a smaller type. The winner's are relatively precise, to 3e-7, however sure the voxel is.
 
-Threads take pieces of 2^15 voxels in turn. Which of them writes a voxel does not matter to its bits.
+Threads take pieces of 2^15 voxels in turn, of large batches 2^17. Which of them writes a voxel does not matter to its
+bits.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from segcal.kernels.expert_cpu import pack
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
 from segcal.kernels.pool import in_threads
+from segcal.kernels.voxels import PIECE_VOXELS
 
 # Scores in a block: while one is worked on, memory is asked for the next, and both shall be in the second cache.
 _SCORES = 10240
+# Voxels in a piece of large batches, which need not be divided so finely: every piece costs a call.
+_LONG_PIECE = 2**17
 # Maps columns start..stop of a matrix (C, V) to another matrix, from a column on.
 Loop = Callable[[NDArray[Any], int, int, NDArray[Any], int], None]
 
@@ -113,10 +117,12 @@ def _map(logits: Tensor, new_loop: Callable[[int], Loop], threads: int | None) -
         torch.from_numpy(np.empty(logits.shape, np.float32)) if wide else torch.empty(logits.shape, dtype=logits.dtype)
     )
     count = workers(voxels, threads)
+    many = wide and voxels.labels.numel() >= 8 * count * _LONG_PIECE
+    piece_size = _LONG_PIECE if many else PIECE_VOXELS
 
     def work(turn: int) -> None:
         loop = new_loop(FLOATS.index(out.dtype))
-        for piece in itertools.islice(voxels.pieces(), turn, None, count):
+        for piece in itertools.islice(voxels.pieces(piece_size), turn, None, count):
             x, columns = matrix(voxels, piece)
             size = columns.stop - columns.start
             if isinstance(piece.images, int):

@@ -107,8 +107,11 @@ class Voxels:
         """Whether there is an uncalibrated prediction to compare with."""
         return self.uncalibrated is not None or self.score_map is not None
 
-    def pieces(self) -> Iterator[Piece]:
-        """All voxels in order, about 2^15 at a time. Nothing is read or copied yet."""
+    def pieces(self, size: int = PIECE_VOXELS) -> Iterator[Piece]:
+        """All voxels in order, about 2^15 at a time, or up to ``size`` of an image that is contiguous.
+
+        Nothing is read or copied yet.
+        """
         batch, _, *spatial = self.logits.shape
         per_image = math.prod(spatial)
         everything = slice(None)
@@ -119,7 +122,7 @@ class Voxels:
                 yield Piece(images, (), everything, images.start * per_image)
         elif self.logits.is_contiguous():
             for n in range(batch):
-                for columns in _steps(per_image, PIECE_VOXELS):
+                for columns in _steps(per_image, size):
                     yield Piece(n, (), columns, n * per_image + columns.start)
         else:
             for n in range(batch):

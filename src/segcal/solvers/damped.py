@@ -21,7 +21,9 @@ _DAMPING = 1e-3
 # The share of the promised decrease below which there is more damping, and above which there is less; by this factor.
 _POOR, _GOOD, _FACTOR = 0.25, 0.75, 4.0
 _REFUSALS = 15
-_NOISE = 1e-8  # changes of f, relative to f, that may be rounding
+_NOISE = 1e-7  # changes of f, relative to f, that may be rounding, for f may be summed in float32
+_SMALL = 0.1  # of its share of what is enough to gain: with less a block waits for the others
+_NOTHING = 1e-3  # of that: a step that promises less is none
 
 
 def damped_newton(
@@ -67,7 +69,7 @@ def damped_newton(
     values = np.asarray(value, np.float64).reshape(-1)
     if not (np.isfinite(values).all() and np.isfinite(gradient).all()):
         raise refuse_start(values.sum())
-    enough = gain / len(values)
+    enough = _SMALL * gain / len(values)
     parts = [
         _Part(index, x[index].copy(), float(own), gradient[index].copy(), box[index], enough, tolerance)
         for index, own in zip(indices, values, strict=True)
@@ -79,7 +81,7 @@ def damped_newton(
             for n, hessian in zip(moved, curvature(x.copy(), moved), strict=True):
                 parts[n].learn(np.array(hessian, np.float64))
         moving = [part for part in parts if part.moving]
-        if not moving:
+        if not moving or sum(part.left for part in parts) <= gain:
             break
         for part in moving:
             x[part.index] = part.trial
@@ -94,7 +96,7 @@ def damped_newton(
     for part in parts:
         slope[part.index] = part.gradient
     certificate, active = box.certificate(x, slope), box.active(x)
-    converged = not any(part.moving or part.stuck for part in parts)
+    converged = sum(part.left for part in parts) <= gain
     return Solution(
         value=x,
         objective=history[-1],
@@ -128,18 +130,18 @@ class _Part:
 
     @property
     def resting(self) -> bool:
-        """Whether no step is taken, or what it promises is rounding."""
-        return self.refusals >= _REFUSALS or (self.refusals > 0 and self.promised <= _NOISE * abs(self.value))
+        """Whether no step is taken, or what it promises is nothing."""
+        return self.refusals >= _REFUSALS or (self.refusals > 0 and self.promised <= _NOTHING * self.enough)
 
     @property
-    def stuck(self) -> bool:
-        """Whether it rests with something to gain."""
-        return self.resting and self.gains > max(self.enough, _NOISE * abs(self.value))
+    def left(self) -> float:
+        """What there is to gain."""
+        return 0.0 if self.stationary else self.gains
 
     @property
     def moving(self) -> bool:
         """Whether there is something to gain, and a way."""
-        return self.gains > self.enough and not self.stationary and not self.resting
+        return self.left > self.enough and not self.resting
 
     def learn(self, hessian: FloatArray) -> None:
         """Take the curvature at the point that was reached."""
@@ -160,12 +162,15 @@ class _Part:
     def judge(self, value: float, gradient: FloatArray) -> None:
         """Take the trial point where f is lower, and change the damping by how good the model was."""
         finite = bool(np.isfinite(value) and np.isfinite(gradient).all())
-        share = (self.value - value) / self.promised if finite and self.promised > 0 else -np.inf
+        fall = self.value - value
+        if finite and self.promised <= _NOISE * abs(self.value):  # lost in the rounding of f, but not of its slope
+            fall = -0.5 * float((self.gradient + gradient) @ (self.trial - self.x))
+        share = fall / self.promised if finite and self.promised > 0 else -np.inf
         if share < _POOR:
             self.damping *= _FACTOR if share > 0 else _FACTOR**2
         elif share > _GOOD:
             self.damping /= _FACTOR
-        if finite and value < self.value:
+        if finite and fall > 0:
             self.x, self.value, self.gradient, self.refusals, self.moved = self.trial, value, gradient, 0, True
         else:
             self.refusals += 1

@@ -1,0 +1,37 @@
+"""The model's minimum over a box is one: its projected gradient is zero, wherever the search begins."""
+
+import numpy as np
+import pytest
+
+from segcal.solvers.quadratic import minimise_quadratic
+from segcal.solvers.solution import Box
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("at_bounds", [0.0, 0.5, 1.0])
+def test_the_minimum_over_a_box(seed, at_bounds):
+    """Of strongly coupled components, many of which end at a bound, from points with many at a bound."""
+    random = np.random.default_rng(seed)
+    size = 40
+    factor = random.normal(size=(size, size)) @ np.diag(10.0 ** random.uniform(-3, 0, size))
+    hessian = factor @ factor.T + 1e-6 * np.eye(size)
+    box = Box(-1.0, 1.0, size)
+    inside = random.uniform(-1, 1, size)
+    start = np.where(random.random(size) < at_bounds, np.sign(inside), inside)
+    gradient = random.normal(size=size)
+    found = minimise_quadratic(hessian, gradient, start, box)
+    assert 5 < np.count_nonzero(box.active(found)) < size
+    assert box.certificate(found, gradient + hessian @ (found - start)) < 1e-9
+
+
+def test_a_component_at_its_bound_that_is_pushed_out():
+    """Both may move in by their slopes, but the Newton step of both takes the second one out."""
+    hessian, box = np.array([[1.0, 0.99], [0.99, 1.0]]), Box(0.0, None, 2)
+    found = minimise_quadratic(hessian, np.array([-1.0, -1e-3]), np.zeros(2), box)
+    np.testing.assert_allclose(found, [1.0, 0.0], atol=1e-12)
+
+
+def test_components_with_equal_bounds_stay():
+    box = Box([1.0, -5.0], [1.0, 5.0], 2)
+    found = minimise_quadratic(np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([-3.0, -3.0]), np.array([1.0, 0.0]), box)
+    np.testing.assert_allclose(found, [1.0, 1.5], atol=1e-9)
