@@ -57,6 +57,9 @@ def test_cross_validation_results(tmp_path):
     cases = segcal.open_cases(model, layout="nnunet", labels=str(truth))
     assert len(cases) == 4
     assert [case.load().id for case in cases] == [f"scan_{i:03d}" for i in range(4)]
+    one_fold = segcal.open_cases(model / "fold_0" / "validation", layout="nnunet", labels=str(truth))
+    assert len(one_fold) == 2
+    assert one_fold.class_names == cases.class_names != ("0", "1", "2")
     (model / "fold_1" / "validation" / "scan_000.npz").write_bytes(
         (model / "fold_0" / "validation" / "scan_000.npz").read_bytes()
     )

@@ -20,9 +20,9 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
     """Find the cases of an nnU-Net folder.
 
     Read as they are: the output of ``nnUNetv2_predict --save_probabilities`` (``<case>.npz``), a trained model's folder
-    (``fold_*/validation/<case>.npz``, every case from the fold that held it out), or a folder of several such outputs,
-    which is an ensemble. ``dataset.json`` gives class names, ignore label and regions. The pickled sidecars are not
-    opened. The ground truth is not in there: ``labels`` says where it is.
+    (``fold_*/validation/<case>.npz``, every case from the fold that held it out), one of these ``validation`` folders,
+    or a folder of several such outputs, which is an ensemble. ``dataset.json`` gives class names, ignore label and
+    regions. The pickled sidecars are not opened. The ground truth is not in there: ``labels`` says where it is.
     """
     base = root / (config.scores or ".")
     problems: list[SegcalError] = []
@@ -96,7 +96,10 @@ def _prediction(scores: Path) -> Path | None:
 
 def _with_description(base: Path, members: list[Path], config: DatasetConfig) -> DatasetConfig:
     """Take over class names, ignore label and regions from ``dataset.json`` where the user declared none."""
-    path = next((item / "dataset.json" for item in (base, *members) if (item / "dataset.json").is_file()), None)
+    places, here = [base, *members], base.resolve()
+    if here.name == "validation" and here.parent.name.startswith("fold_"):  # one fold of a trained model
+        places.append(here.parents[1])
+    path = next((item / "dataset.json" for item in places if (item / "dataset.json").is_file()), None)
     if path is None:
         return config
     try:
