@@ -257,7 +257,7 @@ def compare(method: str, arguments: argparse.Namespace, folder: str) -> bool:
         best = fitted["segcal"].nll + OPTIMAL
         peers = [own for name, own in fitted.items() if "segcal" not in name and own.nll <= best]
     else:
-        fitted = show(method, arguments.images, ["segcal", "segcal, a sample", "fiducio"], folder)
+        fitted = show(method, arguments.images, ["segcal", "segcal, a sample", "segcal, from files", "fiducio"], folder)
         many = show(method, arguments.many, ["segcal, from files", "fiducio, two steps"], folder)
         peers = [own for name, own in fitted.items() if name == "fiducio"]
     applied = [own for name, own in many.items() if "segcal" not in name]
