@@ -49,6 +49,21 @@ def test_steps_where_newton_goes_astray():
     assert solution.objective == pytest.approx(projected_newton(problem, [0.0, 0.0]).objective, rel=1e-6)
 
 
+def test_steps_that_the_rounding_of_values_hides_are_judged_by_the_slope():
+    problem = softmax_regression(*softmax_data())
+    best = projected_newton(problem, identity(4)).objective
+    calls = []
+
+    def whole(x):  # every value seems higher than the one before, by a part in a thousand million
+        calls.append(x)
+        value, gradient, _ = problem(x)
+        return value + 1e4 + 1e-5 * len(calls), gradient
+
+    solution = damped_newton(whole, lambda x, _: [problem(x)[2]], identity(4), [slice(None)], gain=1e-13)
+    assert solution.converged
+    assert problem(solution.value)[0] - best < 1e-12
+
+
 def test_blocks_are_solved_each_on_its_own():
     """As many passes as the slowest alone, the same points, and no curvature of those that are done."""
     problems = [softmax_regression(*softmax_data(seed=seed)) for seed in range(3)]
