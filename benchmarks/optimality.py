@@ -136,18 +136,15 @@ def trust_exact(
 ) -> OptimizeResult:
     """The minimum over x of the NLL at ``theta = centre + basis x``, plus ``barrier`` times that of the bounds."""
 
-    def value(x: Array) -> float:
+    def terms(x: Array) -> tuple[float, Array]:
         theta = centre + basis @ x
-        if not barrier:
-            return problem.terms(theta)[0]
-        if np.abs(theta).max() >= BOUND:
-            return np.inf
-        return problem.terms(theta)[0] - barrier * float(np.log1p(-((theta / BOUND) ** 2)).sum())
-
-    def slope(x: Array) -> Array:
-        theta = centre + basis @ x
-        steep = barrier * (1 / (BOUND - theta) - 1 / (BOUND + theta)) if barrier else 0.0
-        return np.asarray(basis.T @ (problem.terms(theta)[1] + steep))
+        if barrier and np.abs(theta).max() >= BOUND:
+            return np.inf, np.zeros_like(x)
+        value, slope, _ = problem.terms(theta)
+        if barrier:
+            value -= barrier * float(np.log1p(-((theta / BOUND) ** 2)).sum())
+            slope = slope + barrier * (1 / (BOUND - theta) - 1 / (BOUND + theta))
+        return value, basis.T @ slope
 
     def curvature(x: Array) -> Array:
         theta = centre + basis @ x
@@ -155,7 +152,7 @@ def trust_exact(
         return np.asarray(basis.T @ (problem.terms(theta, curvature=True)[2] + np.diag(bend)) @ basis)
 
     return minimize(
-        value, start, jac=slope, hess=curvature, method="trust-exact",
+        terms, start, jac=True, hess=curvature, method="trust-exact",
         options={"gtol": gtol, "maxiter": 200, "max_trust_radius": 100.0},
     )  # fmt: skip
 

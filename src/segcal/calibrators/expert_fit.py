@@ -22,6 +22,7 @@ Pieces = Sequence[tuple[int, slice]]
 
 # Rows at a time: their products, 419 x 512 float64 for 19 classes, are 2 MB.
 _ROWS = 512
+# Voxels described at a time, so that copies of their logits in float64 stay small.
 _DESCRIBED = 2**14
 
 
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
         inputs = logits.shape[1] - (features == "gaps")
         x, never = np.ones((len(logits), inputs + 1)), np.zeros(logits.shape, np.bool_)
         target, winner = (np.empty(len(logits), np.int64) for _ in range(2))
-        for start in range(0, len(logits), _DESCRIBED):  # a few at a time, so that copies in float64 stay small
+        for start in range(0, len(logits), _DESCRIBED):
             here = slice(start, start + _DESCRIBED)
             z, y = logits[order[here]], labels[order[here]]
             seen = describe(z.double(), features)
