@@ -17,7 +17,7 @@ import numpy as np
 import scipy
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, OptimizeResult, minimize, minimize_scalar
+from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 from torch import Tensor
 
 import segcal
@@ -166,23 +166,31 @@ def identity_of(method: str, classes: int) -> Array:
 
 
 def solve_bounded(problem: Experts) -> float:
-    """L-BFGS-B of scipy in units of curvature."""
-    outputs = problem.mix.shape[1]
-    theta = np.eye(outputs, outputs + 1)
-    lower, upper = np.zeros_like(theta), np.full_like(theta, 100.0)
-    lower[:, -1], upper[:, -1] = 1e-3, 20.0
-    theta = np.clip(theta, lower, upper).ravel()
-    scale = 1 / np.sqrt(np.maximum(np.diag(problem.terms(theta, curvature=True)[2]), 1e-10))
+    """Trust-region Newton of scipy over ``u``, with the bounds met by ``theta = lower + width sin(u)^2``.
 
-    def scaled(y: Array) -> tuple[float, Array]:
-        value, slope, _ = problem.terms(y * scale)
-        return value * 1e3, slope * scale * 1e3  # scipy stops at absolute gradients
+    Where the likelihood falls inwards from a bound the curvature in ``u`` is negative, which trust regions follow: they
+    do not end there.
+    """
+    outputs = problem.mix.shape[1]
+    lower, width = np.zeros((outputs, outputs + 1)), np.full((outputs, outputs + 1), 100.0)
+    lower[:, -1], width[:, -1] = 1e-3, 20.0 - 1e-3
+    start = np.arcsin(np.sqrt(np.maximum((np.eye(outputs, outputs + 1) - lower) / width, 1e-4))).ravel()
+    lower, width = lower.ravel(), width.ravel()
+
+    def terms(u: Array) -> tuple[float, Array]:
+        value, slope, _ = problem.terms(lower + width * np.sin(u) ** 2)
+        return value, slope * width * np.sin(2 * u)
+
+    def curvature(u: Array) -> Array:
+        _, slope, second = problem.terms(lower + width * np.sin(u) ** 2, curvature=True)
+        rate = width * np.sin(2 * u)
+        return second * np.outer(rate, rate) + np.diag(2 * width * np.cos(2 * u) * slope)
 
     found = minimize(
-        scaled, theta / scale, jac=True, method="L-BFGS-B", bounds=Bounds(lower.ravel() / scale, upper.ravel() / scale),
-        options={"maxiter": 1500, "maxfun": 2000, "maxcor": 40, "ftol": 1e-13, "gtol": 1e-8},
+        terms, start, jac=True, hess=curvature, method="trust-exact",
+        options={"gtol": 1e-9, "maxiter": 300, "max_trust_radius": 10.0},
     )  # fmt: skip
-    return float(found.fun) / 1e3
+    return float(found.fun)
 
 
 def optimum(method: str, z: Tensor, y: Tensor) -> float:
