@@ -97,11 +97,23 @@ def test_passes_over_everything_find_what_the_whole_does(objective, monkeypatch)
     assert torch.allclose(streamed.weights, exact.weights, atol=1e-3)
     assert exact.weights.max() < 0.999 or objective == "mse"
     assert streamed.fit_report.converged
+    assert streamed.fit_report.certificate < 1e-7
     assert sampled.fit_report.voxels_used == 1500
     assert "stratified sample of 1,500" in sampled.fit_report.notes[-1]
     assert float(sampled.beta) == pytest.approx(float(exact.beta), rel=1e-5)  # the temperature is of everything
     assert measured(sampled, cases) == pytest.approx(exact.fit_report.nll_after, abs=5e-3)
     assert sampled.fit_report.nll_after == pytest.approx(measured(sampled, cases), abs=0.02)
+
+
+def test_a_label_without_any_probability_is_met_by_the_uniform_part(monkeypatch):
+    monkeypatch.setattr(ensemble_temperature, "SAMPLE_VOXELS", 500)
+    z, y = noisy(20_000, share=0.0)
+    z[-1], y[-1] = torch.tensor([4e3, 0.0, 0.0, 0.0]), 1
+    calibrator = EnsembleTemperatureScaling().fit(z, y, voxels="all")
+    assert float((calibrator.beta * z[-1].double()).softmax(0)[1]) == 0
+    assert calibrator.fit_report.converged
+    best, _ = best_weights(z, y, float(calibrator.beta))
+    assert calibrator.fit_report.nll_after == pytest.approx(best, abs=1e-6)
 
 
 def exact_voxels(cases):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
@@ -19,7 +20,7 @@ from segcal.cases import CaseSet
 from segcal.errors import InputError
 from segcal.kernels import fast_maps
 from segcal.scores import keep_argmax
-from segcal.solvers import projected_newton, sampled_newton
+from segcal.solvers import projected_newton
 
 FloatArray = NDArray[np.float64]
 Objective = Literal["nll", "mse"]
@@ -91,7 +92,7 @@ class EnsembleTemperatureScaling(Calibrator):
         drawn = _label_parts(logits, sample.labels, scaling.beta)
 
         def everything() -> Iterator[tuple[FloatArray, FloatArray]]:
-            """The label's probability in each of the three distributions ``(n, 3)``, and what each voxel counts."""
+            """The label's log-probability in each of the three distributions ``(n, 3)``, and what each voxel counts."""
             return _stream(data.cases, first.total, scaling.beta) if streaming else iter([(drawn, weights_of_sample)])
 
         if self.objective == "nll":
@@ -99,15 +100,17 @@ class EnsembleTemperatureScaling(Calibrator):
             def part(w: FloatArray) -> Terms:
                 return _nll(w, drawn, weights_of_sample)
 
-            def whole(w: FloatArray) -> tuple[float, FloatArray]:
-                terms = [_nll(w, parts, own) for parts, own in everything()]
-                return sum(term[0] for term in terms), np.sum([term[1] for term in terms], 0)
+            def whole(w: FloatArray) -> Terms:
+                value, slope, curvature = 0.0, np.zeros(3), np.zeros((3, 3))
+                for parts, own in everything():
+                    terms = _nll(w, parts, own)
+                    value, slope, curvature = value + terms[0], slope + terms[1], curvature + terms[2]
+                return value, slope, curvature
 
-            solution = (
-                sampled_newton(part, whole, _START, 0.0, 1.0, gain=1e-9)
-                if streaming
-                else projected_newton(part, _START, 0.0, 1.0)
-            )
+            solution = projected_newton(part, _START, 0.0, 1.0)
+            if streaming:
+                # From inside the simplex: a label that was not drawn may be impossible at the sample's own optimum.
+                solution = projected_newton(whole, 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
         else:
             weights = _least_squares(logits, sample.labels, weights_of_sample, scaling.beta)
@@ -156,7 +159,7 @@ def _stream(cases: CaseSet, total: int, beta: Tensor) -> Iterator[tuple[FloatArr
 
 
 def _label_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | None = None) -> FloatArray:
-    """The label's probability in each of the three distributions ``(n, 3)``, for the valid voxels."""
+    """The label's log-probability in each of the three distributions ``(n, 3)``, for the valid voxels."""
     kernels = fast_maps(logits)
     if kernels is None or bool(torch.isneginf(logits.amin())):
         parts = _log_parts(logits, beta.to(logits))
@@ -165,13 +168,8 @@ def _label_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | N
         parts = scaled, plain, torch.tensor(-math.log(logits.shape[1])).expand(logits.shape)
     index = labels.long().clamp(0, logits.shape[1] - 1).unsqueeze(1)  # ignored ones may be anything
     chosen = [part.gather(1, index)[:, 0] for part in parts]
-    return (
-        torch.stack([part.flatten() if valid is None else part[valid] for part in chosen], 1)
-        .cpu()
-        .double()
-        .exp()
-        .numpy()
-    )
+    flat = [part.flatten() if valid is None else part[valid] for part in chosen]
+    return torch.stack(flat, 1).cpu().double().numpy()
 
 
 def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,12 +180,12 @@ def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (relative * beta).log_softmax(1), relative.log_softmax(1), uniform.expand_as(logits)
 
 
-def _nll(w: FloatArray, parts: FloatArray, weights: FloatArray) -> Terms:
+def _nll(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> Terms:
     """Value, gradient and Hessian of ``sum(w) - mean log(parts w)``: over ``w >= 0``, least where w sums to one.
 
     Of some of the voxels it is their share, so that shares add up to the whole.
     """
-    share = float(weights.sum())
+    share, parts = float(weights.sum()), np.exp(log_parts)
     mixed = np.maximum(parts @ w, np.finfo(np.float64).tiny)
     ratio = parts / mixed[:, None]
     value = float(share * w.sum() - weights @ np.log(mixed))
@@ -195,10 +193,9 @@ def _nll(w: FloatArray, parts: FloatArray, weights: FloatArray) -> Terms:
         return value, share - weights @ ratio, (ratio * weights[:, None]).T @ ratio
 
 
-def _rise(w: FloatArray, parts: FloatArray) -> FloatArray:
+def _rise(w: FloatArray, log_parts: FloatArray) -> FloatArray:
     """How much higher each voxel's NLL ``(n,)`` is than that of temperature scaling."""
-    tiny = np.finfo(np.float64).tiny
-    return np.asarray(np.log(np.maximum(parts[:, 0], tiny)) - np.log(np.maximum(parts @ w, tiny)))
+    return np.asarray(log_parts[:, 0] - logsumexp(log_parts, axis=1, b=w))
 
 
 def _least_squares(logits: Tensor, labels: Tensor, weights: FloatArray, beta: Tensor) -> FloatArray:
