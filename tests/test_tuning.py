@@ -29,7 +29,10 @@ def test_infinite_shrinkage_is_temperature_scaling(method, tmp_path):
     z = PLAIN[0].logits
     torch.testing.assert_close(tuned.predict_proba(z), ts.predict_proba(z), rtol=0, atol=close)
     tuned.save(tmp_path / "tuned.safetensors")
-    assert torch.equal(load(tmp_path / "tuned.safetensors")(z), tuned(z))
+    loaded = load(tmp_path / "tuned.safetensors")
+    assert torch.equal(loaded(z), tuned(z))
+    assert loaded.arguments()["shrinkage"] == math.inf
+    assert b"Infinity" not in (tmp_path / "tuned.safetensors").read_bytes()  # which is no JSON
 
 
 @pytest.mark.parametrize("method", ["cms-ap", "cms-op"])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from segcal.errors import DataError
 from segcal.files import atomic_path
+from segcal.results import number, plain
 from segcal.types import FitReport
 
 _FORMAT, _VERSION = "segcal.calibrator", 1
@@ -51,8 +52,9 @@ def write_calibrator(
         "class_names": class_names,
         "fit_report": fit_report and asdict(fit_report),
     }
+    metadata = {"segcal": json.dumps(plain(about), allow_nan=False)}
     with atomic_path(path) as temporary:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, {"segcal": json.dumps(about)})
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata)
 
 
 def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
@@ -61,11 +63,12 @@ def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        about = json.loads(metadata["segcal"])
+        about = json.loads(metadata["segcal"], object_hook=_with_infinities)
         if (about["format"], about["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"format {about['format']} version {about['version']}")
-        report = about["fit_report"] and FitReport(
-            **{**about["fit_report"], "notes": tuple(about["fit_report"]["notes"])}
+        told = about["fit_report"]
+        report = told and FitReport(
+            **{**told, "certificate": number(told["certificate"]), "notes": tuple(told["notes"])}
         )
         names = about["class_names"] and tuple(about["class_names"])
         stored = Stored(tensors, about["id"], about["arguments"], int(about["num_classes"]), names, report)
@@ -81,3 +84,8 @@ def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
         if not bool(torch.isfinite(tensor).all()):
             raise DataError(f"parameter '{name}' is not finite", where=str(path), fix="fit and save it again")
     return stored
+
+
+def _with_infinities(item: dict[str, Any]) -> dict[str, Any]:
+    """What was written by ``plain``, with numbers again, such as the ``shrinkage`` of a map tuned to plain ``ts``."""
+    return {key: float(value) if value in ("inf", "-inf") else value for key, value in item.items()}

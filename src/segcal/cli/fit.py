@@ -20,6 +20,7 @@ from segcal.cli.console import out, progress, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, declared
 from segcal.errors import InputError
 from segcal.evaluate import evaluate
+from segcal.results import plain
 from segcal.tuning import tune
 
 
@@ -79,7 +80,7 @@ def fit_command(
             shown[name] = {metric: results.value(metric) for metric in _SHOWN if chosen or metric != "flip"}
     if as_json:
         report = {"fit": asdict(calibrator.fit_report), "held_out": {"cases": len(split.test), **shown}}
-        out.print_json(json.dumps(report))
+        out.print_json(json.dumps(plain(report)))
         return
     report_line = calibrator.fit_report
     state = "converged" if report_line.converged else "[red]not converged[/]"
