@@ -272,6 +272,10 @@ def _tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, 
     for name, tensor in (("labels", labels), ("mask", mask)):
         if tensor is not None and tuple(tensor.shape) != like:
             raise InputError(f"{name} have shape {tuple(tensor.shape)}", expected=f"{like} for these logits")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise InputError(f"labels have dtype {labels.dtype}", expected="class indices, integers", fix="labels.long()")
+    if mask is not None and mask.dtype != torch.bool:
+        raise InputError(f"the mask has dtype {mask.dtype}", expected="bool, True where voxels count", fix="mask > 0")
     if logits.ndim == 2:  # (N, C) is a row of N voxels
         logits, labels = logits.T[None], labels[None]
         mask = None if mask is None else mask[None]
