@@ -154,3 +154,12 @@ def test_the_other_experts_do_not_suffer(name):
     assert float(nll(calibrator(z[others].double()), y[others])) == pytest.approx(
         best_nll(name, z[others], y[others]), abs=1e-6
     )
+
+
+def test_cdc_reaches_the_optimum_where_many_parameters_are_at_their_bounds():
+    plant = [ClassConditional(list(np.random.default_rng(0).uniform(1.2, 3, 8)))]
+    cases = scenes(4, size=(64, 96), num_classes=8, plant=plant)
+    report = CALIBRATORS["cdc"]().fit(cases).fit_report
+    assert any("at their bound of 100" in note for note in report.notes)
+    assert report.converged
+    assert report.certificate < 1e-9

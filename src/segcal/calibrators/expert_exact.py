@@ -34,15 +34,15 @@ _CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 100_000, 15
 # as much again, and else needs no more than so many passes over everything.
 _START, _PASSES = 3, 12
 # Free maps of one class each have so many parameters that they fit a sample by going astray on all other voxels: they
-# take few steps on more voxels, and then need the curvature of all.
+# take few steps on more voxels, and then damped ones with the curvature of all.
 _VOXELS_PER_FREE_PARAMETER, _FREE_STEPS = 60, 6
 #: An expert with fewer voxels than this for each of its parameters is shrunk toward its parent.
 STARVED = 10
 # Curvature given to shifts of all classes alike, which no softmax sees, so that they stay where they are.
 _GAUGE = 1e-2
 # The solver ends when it expects to gain no more than this, in nats per voxel; damped steps, whose last part is long,
-# end at more.
-_GAIN, _DAMPED_GAIN = 1e-7, 5e-7
+# end at more where each reads everything.
+_GAIN, _DAMPED_GAIN, _DAMPED_SAMPLE_GAIN = 1e-7, 5e-7, 1e-12
 # The projected gradient at which damped steps end all the same. Where classes can nearly be told apart, parameters go
 # far for little: a gradient of 1e-8 over a hundred units is 1e-6.
 _FLAT = 1e-12
@@ -92,9 +92,13 @@ def fit_exactly(
         return problem.with_gradient(expert_sums(whole_rows(), theta, features, threads=threads), x)
 
     def curvature(x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
-        assert cases is not None
-        sums = _stream_curvature(cases, problem.theta(x), features, experts)
-        return [problem.hessian(e, own) for e, own in zip(experts, sums, strict=True)]
+        theta = problem.theta(x)
+        if streaming:
+            assert cases is not None
+            sums = _stream_curvature(cases, theta, features, experts)
+        else:
+            sums = _curvature(whole_rows(), theta, features, experts)
+        return [problem.hessian(e, sums[e]) for e in experts]
 
     astray, rich = _goes_astray(calibrator), _curvature_voxels(calibrator, classes)
     x = problem.x(centre if start is None else start)
@@ -106,7 +110,7 @@ def fit_exactly(
             x,
             *limits,
             tolerance=rough,
-            max_iterations=_FREE_STEPS if astray and streaming else 100,
+            max_iterations=_FREE_STEPS if astray else 100,
         ).value
     solution: Solution[FloatArray] | None = None
     if len(sample) > _START * rich or (streaming and not astray):
@@ -116,8 +120,9 @@ def fit_exactly(
         )
         x = solution.value
     if solution is None or not solution.converged:
-        if streaming:
-            solution = damped_newton(whole, curvature, x, problem.blocks(), *limits, gain=_DAMPED_GAIN, tolerance=_FLAT)
+        if streaming or astray:
+            gain = _DAMPED_GAIN if streaming else _DAMPED_SAMPLE_GAIN
+            solution = damped_newton(whole, curvature, x, problem.blocks(), *limits, gain=gain, tolerance=_FLAT)
         else:
             solution = projected_newton(partial(problem.with_curvature, whole_rows()), x, *limits)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
@@ -148,12 +153,10 @@ def _stream(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool
     return Sums(nll, gradient, None)
 
 
-def _stream_curvature(
-    cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int]
-) -> list[FloatArray]:
-    """The curvature ``(P, P)`` of some experts, over every voxel of theirs."""
+def _stream_curvature(cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int]) -> FloatArray:
+    """The curvature ``(E, P, P)`` of some experts, over every voxel of theirs."""
     total = np.zeros((len(theta), theta[0].size, theta[0].size))
-    wanted, threads = torch.tensor(experts), torch.get_num_threads()
+    wanted = torch.tensor(experts)
     for case in cases:
         for chunk in case.chunks():
             chosen = chunk.valid.cpu()
@@ -161,11 +164,16 @@ def _stream_curvature(
                 chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), wanted)
             z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
             rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
-            own = expert_sums(rows, theta, features, curvature=True, threads=threads)
-            assert own.curvature is not None
-            total += own.curvature
+            total += _curvature(rows, theta, features, experts)
         del case
-    return list(total[list(experts)])
+    return total
+
+
+def _curvature(rows: Rows, theta: FloatArray, features: Features, experts: Sequence[int]) -> FloatArray:
+    threads = torch.get_num_threads()
+    sums = expert_sums(rows, theta, features, curvature=True, experts=experts, threads=threads)
+    assert sums.curvature is not None
+    return sums.curvature
 
 
 def _penalties(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) -> tuple[list[Quadratic], list[str]]:

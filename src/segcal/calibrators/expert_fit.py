@@ -71,12 +71,18 @@ class Sums(NamedTuple):
 
 
 def expert_sums(
-    rows: Rows, theta: FloatArray, features: Features, *, curvature: bool = False, threads: int = 1
+    rows: Rows,
+    theta: FloatArray,
+    features: Features,
+    *,
+    curvature: bool = False,
+    experts: Sequence[int] | None = None,
+    threads: int = 1,
 ) -> Sums:
-    """Sums over the rows at ``theta (E, K, J + 1)``, in ``threads`` parts of fixed extent."""
+    """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, in ``threads`` parts."""
     pieces = [
         (e, slice(start, min(start + _ROWS, rows.first[e + 1])))
-        for e in range(len(theta))
+        for e in (range(len(theta)) if experts is None else experts)
         for start in range(rows.first[e], rows.first[e + 1], _ROWS)
     ]
     turns = [pieces[turn::threads] for turn in range(threads)]
