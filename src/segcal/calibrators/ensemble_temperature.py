@@ -21,6 +21,7 @@ from segcal.errors import InputError
 from segcal.kernels import fast_maps
 from segcal.scores import keep_argmax
 from segcal.solvers import projected_newton
+from segcal.threads import blas_threads
 
 FloatArray = NDArray[np.float64]
 Objective = Literal["nll", "mse"]
@@ -83,6 +84,7 @@ class EnsembleTemperatureScaling(Calibrator):
             log_probs = torch.logaddexp(log_probs, torch.tensor(uniform - math.log(logits.shape[1])))
         return keep_argmax(log_probs.to(logits.dtype), logits.argmax(1))
 
+    @blas_threads(1)
     def _fit(self, data: FitData) -> Fitted:
         first = FirstPass.over(data.cases, SAMPLE_VOXELS, data.seed)
         scaling = TemperatureScaling()
