@@ -355,6 +355,7 @@ def test_separable_data_stay_finite(name):
     calibrator = CALIBRATORS[name]().fit(z, y)
     assert_sane(calibrator, z, y)
     assert calibrator.fit_report.nll_after < 0.01
+    assert any("likelihood" in note for note in calibrator.fit_report.notes)  # that it is level, or rises beyond
     assert max(float(tensor.abs().max()) for tensor in (calibrator.weight, calibrator.bias)) <= 1000
 
 

@@ -64,6 +64,21 @@ def test_steps_that_the_rounding_of_values_hides_are_judged_by_the_slope():
     assert problem(solution.value)[0] - best < 1e-12
 
 
+def test_it_is_said_where_the_function_falls_forever():
+    def bowl(x):
+        return 0.5 * x @ x - x.sum(), x - 1
+
+    def slope(x):
+        return np.exp(-x).sum(), -np.exp(-x)
+
+    found = damped_newton(bowl, lambda x, _: [np.eye(2)], [5.0, 3.0], [slice(None)], gain=1e-12)
+    endless = damped_newton(slope, lambda x, _: [np.diag(np.exp(-x))], [0.0, 1.0], [slice(None)], gain=1e-12)
+    assert found.converged
+    assert endless.converged
+    assert (found.flat, endless.flat) == (False, True)
+    assert "falls forever" in endless.message
+
+
 def test_blocks_are_solved_each_on_its_own():
     """As many passes as the slowest alone, the same points, and no curvature of those that are done."""
     problems = [softmax_regression(*softmax_data(seed=seed)) for seed in range(3)]

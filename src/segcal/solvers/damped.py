@@ -10,7 +10,15 @@ from numpy.typing import ArrayLike
 from segcal.solvers.newton import Index
 from segcal.solvers.quadratic import minimise_quadratic
 from segcal.solvers.sampled import Whole
-from segcal.solvers.solution import Box, FloatArray, Solution, checked_start, converged_message, refuse_start
+from segcal.solvers.solution import (
+    Box,
+    FloatArray,
+    Solution,
+    checked_start,
+    converged_message,
+    falls_on,
+    refuse_start,
+)
 
 #: ``(x, numbers of blocks) -> Hessians`` of those blocks; they may be rough, which costs steps.
 Curvature = Callable[[FloatArray, Sequence[int]], Sequence[FloatArray]]
@@ -95,7 +103,7 @@ def damped_newton(
     slope = np.empty_like(x)
     for part in parts:
         slope[part.index] = part.gradient
-    certificate, active = box.certificate(x, slope), box.active(x)
+    certificate, active, flat = box.certificate(x, slope), box.active(x), any(part.flat for part in parts)
     converged = sum(part.left for part in parts) <= gain
     return Solution(
         value=x,
@@ -104,11 +112,11 @@ def damped_newton(
         certificate=certificate,
         iterations=passes - 1,
         evaluations=passes,
-        message=converged_message(certificate, active, False)
+        message=converged_message(certificate, active, flat)
         if converged
         else f"not converged: projected gradient {certificate:.1e} after {passes} passes",
         active=active,
-        flat=False,
+        flat=flat,
         history=tuple(history),
     )
 
@@ -121,7 +129,7 @@ class _Part:
     ) -> None:
         self.index, self.x, self.value, self.gradient, self.box = index, x, value, gradient, box
         self.enough, self.tolerance = enough, tolerance
-        self.damping, self.refusals, self.moved, self.gains = _DAMPING, 0, True, np.inf
+        self.damping, self.refusals, self.moved, self.gains, self.flat = _DAMPING, 0, True, np.inf, False
 
     @property
     def stationary(self) -> bool:
@@ -171,6 +179,9 @@ class _Part:
         elif share > _GOOD:
             self.damping /= _FACTOR
         if finite and fall > 0:
+            step = self.trial - self.x
+            before, after = float(self.gradient @ step), float(gradient @ step)
+            self.flat = before < 0 and falls_on(step, self.x, after / before)
             self.x, self.value, self.gradient, self.refusals, self.moved = self.trial, value, gradient, 0, True
         else:
             self.refusals += 1

@@ -11,7 +11,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from segcal.errors import InputError
 from segcal.solvers.quadratic import minimise_quadratic
-from segcal.solvers.solution import Box, FloatArray, Solution, checked_start, converged_message, refuse_start
+from segcal.solvers.solution import (
+    Box,
+    FloatArray,
+    Solution,
+    checked_start,
+    converged_message,
+    falls_on,
+    refuse_start,
+)
 
 #: A dense ``(n, n)`` array, or ``(index, block)`` pairs whose indices divide ``range(n)`` among them.
 Hessian = FloatArray | Sequence[tuple[NDArray[np.intp], FloatArray]]
@@ -27,8 +35,6 @@ _MAX_REFUSALS = 12  # trial points refused in a row
 _MAX_STALLS = 3  # steps in a row, all changes of f being noise, that do not halve the certificate
 _IDLE = 1e-3  # the decrease, relative to f, that a direction without curvature must promise to be believed
 _REACH = 1e6  # times 1 + |x|: the longest first step, for functions with next to no curvature
-# Near a minimum a Newton step leaves next to nothing of the slope; where f falls forever like exp(-x) it leaves 1/e.
-_FLAT_SLOPE, _FLAT_STEP = 0.1, 1e-3  # the share that is suspicious, and the length relative to 1 + |x|
 
 
 def projected_newton(
@@ -147,8 +153,7 @@ class _Part:
     @property
     def flat(self) -> bool:
         """Whether the function still falls where it is stationary within the tolerance."""
-        longest, size = (float(np.abs(vector).max(initial=0.0)) for vector in (self.step, self.x))
-        return self.left > _FLAT_SLOPE and longest > _FLAT_STEP * (1 + size) and -self.slope > self.noise
+        return falls_on(self.step, self.x, self.left) and -self.slope > self.noise
 
     def moving(self, most: int) -> bool:
         """Whether it may and can go on."""

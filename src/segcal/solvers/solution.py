@@ -13,6 +13,9 @@ from segcal.errors import InputError
 FloatArray = NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 
+# Near a minimum a Newton step leaves next to nothing of the slope; where f falls forever like exp(-x) it leaves 1/e.
+_FLAT_SLOPE, _FLAT_STEP = 0.1, 1e-3  # the share that is suspicious, and the length relative to 1 + |x|
+
 
 @dataclass(frozen=True, eq=False)
 class Solution(Generic[Value]):
@@ -96,6 +99,12 @@ class Box:
     def active(self, x: FloatArray) -> NDArray[np.int8]:
         """-1 where x is at the lower bound, 1 at the upper, 0 in between and where the bounds are equal."""
         return (x >= self.upper).astype(np.int8) - (x <= self.lower).astype(np.int8)
+
+
+def falls_on(step: FloatArray, x: FloatArray, left: float) -> bool:
+    """Whether f seems to fall forever: steps near x are long, and the last one left this share of its slope."""
+    longest, size = (float(np.abs(vector).max(initial=0.0)) for vector in (step, x))
+    return left > _FLAT_SLOPE and longest > _FLAT_STEP * (1 + size)
 
 
 def converged_message(certificate: float, active: NDArray[np.int8], flat: bool) -> str:
