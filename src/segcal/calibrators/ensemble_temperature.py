@@ -91,7 +91,7 @@ class EnsembleTemperatureScaling(Calibrator):
         scaled = scaling.refine(data.cases, first.beta(), first.nll, first.total)
         sample, streaming = first.sample, data.voxels == "all" and not first.sample.complete
         logits, weights_of_sample = sample.logits.double(), sample.weights / sample.total
-        drawn = _label_parts(logits, sample.labels, scaling.beta)
+        drawn = _label_log_parts(logits, sample.labels, scaling.beta)
 
         def everything() -> Iterator[tuple[FloatArray, FloatArray]]:
             """The label's log-probability in each of the three distributions ``(n, 3)``, and what each voxel counts."""
@@ -104,8 +104,8 @@ class EnsembleTemperatureScaling(Calibrator):
 
             def whole(w: FloatArray) -> Terms:
                 value, slope, curvature = 0.0, np.zeros(3), np.zeros((3, 3))
-                for parts, own in everything():
-                    terms = _nll(w, parts, own)
+                for log_parts, own in everything():
+                    terms = _nll(w, log_parts, own)
                     value, slope, curvature = value + terms[0], slope + terms[1], curvature + terms[2]
                 return value, slope, curvature
 
@@ -114,13 +114,14 @@ class EnsembleTemperatureScaling(Calibrator):
                 # From inside the simplex: a label that was not drawn may be impossible at the sample's own optimum.
                 solution = projected_newton(whole, 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
+            steps = solution.iterations
         else:
             weights = _least_squares(logits, sample.labels, weights_of_sample, scaling.beta)
-            converged, certificate = True, 0.0
+            converged, certificate, steps = True, 0.0, 0
         weights = weights / weights.sum()
 
         def rise(w: FloatArray) -> float:
-            return sum(float(own @ _rise(w, parts)) for parts, own in everything())
+            return sum(float(own @ _rise(w, log_parts)) for log_parts, own in everything())
 
         # The temperature's NLL is of everything; what the mixture adds to it may come from a sample, but is small.
         added = rise(weights)
@@ -141,7 +142,7 @@ class EnsembleTemperatureScaling(Calibrator):
             nll_after=scaled.nll_after + added,
             converged=converged and scaled.converged,
             certificate=certificate,
-            iterations=scaled.iterations,
+            iterations=scaled.iterations + steps,
             voxels_used=used,
             notes=notes,
         )
@@ -155,12 +156,12 @@ class EnsembleTemperatureScaling(Calibrator):
 def _stream(cases: CaseSet, total: int, beta: Tensor) -> Iterator[tuple[FloatArray, FloatArray]]:
     for case in cases:
         for chunk in case.chunks():
-            parts = _label_parts(chunk.logits, chunk.labels, beta, chunk.valid)
-            yield parts, np.full(len(parts), 1 / total)
+            log_parts = _label_log_parts(chunk.logits, chunk.labels, beta, chunk.valid)
+            yield log_parts, np.full(len(log_parts), 1 / total)
         del case
 
 
-def _label_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | None = None) -> FloatArray:
+def _label_log_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | None = None) -> FloatArray:
     """The label's log-probability in each of the three distributions ``(n, 3)``, for the valid voxels."""
     kernels = fast_maps(logits)
     if kernels is None or bool(torch.isneginf(logits.amin())):
