@@ -27,6 +27,7 @@ from scipy.stats import spearmanr
 import segcal
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.local import LocalTemperatureScaling
+from segcal.case_scores import case_scores
 from segcal.cases import CaseRef, CaseSet
 from segcal.synthetic import (
     ConfidentlyWrong,
@@ -97,7 +98,7 @@ def measured(row: str, calibrator: Calibrator | None, cases: CaseSet) -> Iterato
     yield Figure(row, "BA-ECE", results.value("ba-ece"))
     yield Figure(row, "Local-Max ECE", mean(results.values("ece", "local-max").values()))
     with torch.no_grad():
-        maps = ((case, case.logits.log_softmax(1) if calibrator is None else calibrator(case.logits)) for case in cases)
+        maps = ((case, case_scores(case, calibrator).log_softmax(1)) for case in cases)
         yield Figure(row, "true KL", mean(true_calibration_error(p, case.posterior).kl for case, p in maps))
 
 

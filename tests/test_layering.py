@@ -14,7 +14,7 @@ LAYERS = [
     {"results"},
     {"scores"},
     {"cases", "kernels"},
-    {"statistics", "regions", "solvers", "synthetic", "sampling", "distributed"},
+    {"statistics", "regions", "solvers", "synthetic", "sampling", "distributed", "case_scores"},
     {"metrics", "calibrators", "losses", "fusion", "maps"},
     {"plan", "plots", "check"},
     {"case_measures"},

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from segcal.calibrators import Calibrator
+from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, OutputFolder, ScoreWriter
 from segcal.errors import InputError, SegcalError
 from segcal.types import Case
@@ -77,21 +78,19 @@ def apply(
     return report
 
 
-@torch.no_grad()
 def _write(calibrator: Calibrator, case: Case, writer: ScoreWriter, dtype: torch.dtype, report: ApplyReport) -> None:
     with writer.scores(case, dtype) as sink:
-        for rows, log_probs in calibrator.pieces(case):
+        for rows, log_probs in score_pieces(case, calibrator):
             report.voxels += log_probs[:, 0].numel()
             report.flips += int((log_probs.argmax(1) != case.rows("logits", rows).argmax(1)).sum())
             sink.write(rows, log_probs)
 
 
-@torch.no_grad()
 def _write_confidence(calibrator: Calibrator, case: Case, output: OutputFolder, path: str) -> None:
     batch, _, *spatial = case.shape
     shape = (batch, *spatial) if batch > 1 else tuple(spatial)
     with output.array(path, shape, "float32", case=case, row_axis=len(shape) - len(spatial)) as sink:
-        for rows, log_probs in calibrator.pieces(case):
+        for rows, log_probs in score_pieces(case, calibrator):
             confidence = log_probs.amax(1).exp().numpy()
             index = (rows, *(slice(None),) * (len(spatial) - 1))
             sink.write((slice(None), *index) if batch > 1 else index, confidence if batch > 1 else confidence[0])

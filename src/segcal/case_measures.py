@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from segcal.case_scores import AnyCalibrator, as_calibrator, case_scores
 from segcal.errors import InputError
 from segcal.kernels import AffineMap
 from segcal.metrics import Column, Measure, MetricSpec, SecondPass, second_pass
@@ -20,10 +21,6 @@ from segcal.results import Row
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.threads import torch_threads
 from segcal.types import Case, row_slices
-
-# Logits to log-probabilities. A ``score_map`` attribute (an AffineMap) is fused into the pass, and ``spatial = False``
-# promises that every voxel is mapped on its own, so that a case may be mapped in chunks.
-Calibrator = Callable[[Tensor], Tensor]
 
 # Column number to the second pass that its metric needs.
 SecondPasses = dict[int, SecondPass]
@@ -77,31 +74,26 @@ class Scores(NamedTuple):
 class CalibratedCase:
     """The voxels of a case through one calibrator; in chunks where the calibrator allows it."""
 
-    def __init__(self, voxels: CaseVoxels, calibrator: Calibrator | None) -> None:
-        self.voxels, self.calibrator = voxels, calibrator
-        self.score_map: AffineMap | None = getattr(calibrator, "score_map", None)
-        self.spatial = calibrator is not None and self.score_map is None and getattr(calibrator, "spatial", True)
+    def __init__(self, voxels: CaseVoxels, calibrator: AnyCalibrator) -> None:
+        self.voxels, self.calibrator = voxels, None if calibrator is None else as_calibrator(calibrator)
+        self.score_map = None if self.calibrator is None else self.calibrator.score_map
 
     def scores(self, window: Window, logits: Tensor) -> Scores:
         """What the calibrator makes of a window with these logits."""
         if self.calibrator is None or self.score_map is not None:
             return Scores(logits, self.score_map, None)
-        columns = (slice(None), slice(None), slice(None), *window[1:])
-        mapped = self._whole[:, :, window[0]][columns] if self.spatial else self._calibrated(logits)
+        if self.calibrator.spatial:
+            columns = (slice(None), slice(None), slice(None), *window[1:])
+            mapped = self._whole[:, :, window[0]][columns]
+        else:
+            with torch_threads(self.voxels.threads), torch.no_grad():
+                mapped = self.calibrator(logits)
         return Scores(mapped, None, logits.argmax(1))
-
-    def _calibrated(self, logits: Tensor) -> Tensor:
-        assert self.calibrator is not None
-        with torch_threads(self.voxels.threads), torch.no_grad():
-            return self.calibrator(logits)
 
     @cached_property
     def _whole(self) -> Tensor:
-        pieces = getattr(self.calibrator, "pieces", None)
-        if pieces is None:  # a plain function
-            return self._calibrated(self.voxels.case.logits)
-        with torch_threads(self.voxels.threads), torch.no_grad():
-            return torch.cat([log_probs for _, log_probs in pieces(self.voxels.case)], 2)
+        with torch_threads(self.voxels.threads):
+            return case_scores(self.voxels.case, self.calibrator)
 
     def add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
         """Add the voxels of a window with these logits."""
@@ -134,7 +126,7 @@ class CalibratedCase:
 
 
 def case_views(
-    plan: Plan, case: Case, calibrators: Mapping[str, Calibrator | None], threads: int
+    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
 ) -> dict[str, CalibratedCase]:
     """A case through each of the calibrators."""
     voxels = CaseVoxels(plan, case, threads)
@@ -149,12 +141,12 @@ class CaseResult(NamedTuple):
 
 
 def measure_case(
-    plan: Plan, case: Case, calibrators: Mapping[str, Calibrator | None], threads: int
+    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
 ) -> dict[str, CaseResult]:
     """All rows and the statistics of a case, by calibrator. The scores are read once (twice where exact)."""
     views = case_views(plan, case, calibrators, threads)
     statistics = {name: plan.statistics(case.shape[1], threads) for name in views}
-    for window, logits in _windows(views):
+    for window, logits in windows(views):
         for name, view in views.items():
             view.add_to(statistics[name], window, logits)
     second = {name: second_passes(plan, own) for name, own in statistics.items()}
@@ -185,12 +177,12 @@ def second_passes(plan: Plan, statistics: VoxelStatistics) -> SecondPasses:
 
 def add_case_again(views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
     """Add a case to the second passes of every calibrator."""
-    for window, logits in _windows(views):
+    for window, logits in windows(views):
         for name, view in views.items():
             view.add_again(second[name], window, logits)
 
 
-def _windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tensor]]:
+def windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tensor]]:
     """The case in windows with their logits, each read once for all calibrators."""
     voxels = next(iter(views.values())).voxels
     return ((window, voxels.logits(window)) for window in voxels.windows)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from segcal.case_measures import (
-    Calibrator,
     SecondPasses,
     add_case_again,
     case_views,
@@ -23,6 +22,7 @@ from segcal.case_measures import (
     reduced_rows,
     second_passes,
 )
+from segcal.case_scores import AnyCalibrator
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.metrics import Column, reliability
@@ -36,13 +36,13 @@ from segcal.types import Case
 DEFAULT_METRICS = ("nll", "brier", "ece", "mce", "ace", "cece", "ba-ece", "dsc", "accuracy", "confidence-balance")
 
 Progress = Callable[[str], None]
-_Calibrators = Mapping[str, Calibrator | None]
+_Calibrators = Mapping[str, AnyCalibrator]
 _T = TypeVar("_T")
 
 
 def evaluate(
     cases: CaseSet,
-    calibrator: Calibrator | None = None,
+    calibrator: AnyCalibrator = None,
     *,
     metrics: Sequence[str | Column] = DEFAULT_METRICS,
     regions: Sequence[str] = (EVERYTHING,),
@@ -85,7 +85,7 @@ def evaluate(
 
 def evaluate_many(
     cases: CaseSet,
-    calibrators: Mapping[str, Calibrator | None],
+    calibrators: _Calibrators,
     *,
     metrics: Sequence[str | Column] = DEFAULT_METRICS,
     regions: Sequence[str] = (EVERYTHING,),
@@ -239,7 +239,7 @@ def _bins(statistics: VoxelStatistics, region: str, predicted: int | None = None
     return {name: getattr(bins, name).tolist() for name in ("count", "confidence", "correct")}
 
 
-def _about(plan: Plan, cases: CaseSet, calibrator: Calibrator | None) -> dict[str, Any]:
+def _about(plan: Plan, cases: CaseSet, calibrator: AnyCalibrator) -> dict[str, Any]:
     return {
         "cases": len(cases),
         "num_classes": cases.num_classes,

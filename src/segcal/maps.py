@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segcal.case_scores import AnyCalibrator, case_scores
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Geometry, create_array, open_array
@@ -105,7 +106,7 @@ def write_maps(
     cases: CaseSet,
     folder: str | Path,
     *,
-    calibrator: Callable[[Tensor], Tensor] | None = None,
+    calibrator: AnyCalibrator = None,
     progress: Callable[[str], None] = lambda case: None,
 ) -> None:
     """Write the maps of every case to ``folder/<map>/<case>``, each complete or not at all.
@@ -116,7 +117,7 @@ def write_maps(
     Args:
         cases: Whose maps.
         folder: Where to write; files of the same name are replaced.
-        calibrator: A map from logits to log-probabilities, or None for the scores as they are.
+        calibrator: A calibrator, a function from logits to log-probabilities, or None for the scores as they are.
         progress: Called with the name of each case before it is read.
 
     Examples:
@@ -130,8 +131,7 @@ def write_maps(
     for case in cases:
         progress(case.id)
         try:
-            with torch.no_grad():
-                scores = case.logits if calibrator is None else calibrator(case.logits)
+            scores = case_scores(case, calibrator)
             maps = voxel_maps(scores, case.labels, ignore_index=case.ignore_index, mask=case.mask, spacing=case.spacing)
         except SegcalError as error:
             raise error.at(case=case.id) from None

@@ -19,10 +19,12 @@ from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.expert_exact import SAMPLE_VOXELS
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.first_pass import FirstPass
+from segcal.case_measures import case_views, windows
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.metrics import Measure, brier, ece, nll
-from segcal.statistics import VoxelStatistics
+from segcal.plan import DEFAULT_BINS, Plan
+from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.threads import blas_threads
 
 Select = Literal["nll", "ece", "brier"]
@@ -178,20 +180,21 @@ def _path(
     return path
 
 
-@torch.no_grad()
 def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Values]]:
-    """For each calibrator, the values of every case. The cases are read once."""
+    """For each calibrator, the values of every case, as evaluation finds them. The cases are read once."""
+    plan, threads = Plan.make(tuple(_METRICS), (EVERYTHING,), {}, seed=0), torch.get_num_threads()
     found: list[list[Values]] = [[] for _ in calibrators]
     for case in cases:
-        statistics = [VoxelStatistics(cases.num_classes, (15,), classwise=False) for _ in calibrators]
         try:
-            for chunk in case.chunks():
-                for calibrator, own in zip(calibrators, statistics, strict=True):
-                    own.update(calibrator(chunk.logits), chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+            views = case_views(plan, case, {str(n): one for n, one in enumerate(calibrators)}, threads)
+            own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
+            for window, logits in windows(views):
+                for view, statistics in zip(views.values(), own, strict=True):
+                    view.add_to(statistics, window, logits)
         except SegcalError as error:
             raise error.at(case=case.id) from None
-        for values, own in zip(found, statistics, strict=True):
-            values.append({name: metric(own) for name, metric in _METRICS.items()})
+        for values, statistics in zip(found, own, strict=True):
+            values.append({name: metric(statistics) for name, metric in _METRICS.items()})
         del case
     return found
 

@@ -225,6 +225,13 @@ class Case:
         for rows in row_slices(self.shape, values):
             yield self.chunk(rows)
 
+    def logit_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and their logits ``(N, C, rows, ...)``, as ``chunks`` gives them; labels need not be there."""
+        if not self.source.sliceable:
+            _ = self.logits
+        for rows in row_slices(self.shape):
+            yield rows, self.rows("logits", rows)
+
     def chunk(self, rows: slice) -> Chunk:
         """Some rows, ``slice(start, stop)``."""
         parts = (self.rows("logits", rows), self.rows("labels", rows), self.rows("mask", rows))

@@ -20,7 +20,7 @@ from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
-from segcal.types import CHUNK_VALUES, Case, FitReport, row_slices
+from segcal.types import CHUNK_VALUES, Case, FitReport
 
 Preserves = Literal["order", "argmax"]
 VoxelBudget = Literal["auto", "all"]
@@ -208,8 +208,8 @@ class Calibrator(nn.Module, ABC):
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """Rows of a case and their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
-        for rows in row_slices(case.shape):
-            yield rows, self(case.rows("logits", rows))
+        for rows, logits in case.logit_rows():
+            yield rows, self(logits)
 
     def predict_proba(self, logits: Tensor) -> Tensor:
         """Calibrated probabilities."""

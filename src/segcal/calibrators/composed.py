@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData
+from segcal.case_scores import case_scores
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
 from segcal.types import Case, CaseSource
@@ -81,4 +82,4 @@ class _MappedSource:
         if not self._base.spatial:
             log_probs: Tensor = self._base(self._case.rows("logits", rows))
             return log_probs
-        return torch.cat([log_probs for _, log_probs in self._base.pieces(self._case)], 2)[:, :, rows]
+        return case_scores(self._case, self._base)[:, :, rows]

@@ -13,7 +13,7 @@ from segcal.calibrators.composed import Base, allocate, base_calibrator, describ
 from segcal.calibrators.measured import mean_loss
 from segcal.errors import InputError
 from segcal.scores import pool
-from segcal.types import Case, Kind, check_pooling, row_slices
+from segcal.types import Case, Kind, check_pooling
 
 
 class Ensemble(Calibrator):
@@ -117,13 +117,12 @@ class Ensemble(Calibrator):
         if case.members is not None:
             self._check_members(case.members)
             case = case if case.pooling == self.space else case.pooled(self.space)
+        if self.base is None:
+            yield from super().pieces(case)
+            return
         if not case.source.sliceable:
             _ = case.logits
-        if self.base is not None:
-            yield from self.base.pieces(case)
-            return
-        for rows in row_slices(case.shape):
-            yield rows, self(case.rows("logits", rows))
+        yield from self.base.pieces(case)
 
     def _check_members(self, count: int) -> None:
         fitted = int(self.members)

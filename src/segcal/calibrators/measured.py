@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
 from segcal.calibrators.first_pass import TemperatureSlope
+from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.sampling import VoxelSample
 from segcal.statistics import VoxelStatistics
-from segcal.types import Case
 
 
 class Loss(NamedTuple):
@@ -36,7 +35,7 @@ def mean_loss(cases: CaseSet, calibrator: Calibrator | None = None) -> Loss:
     statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
     for case in cases:
         try:
-            for rows, scores in _scores(case, calibrator):
+            for rows, scores in score_pieces(case, calibrator):
                 labels, mask = case.rows("labels", rows), case.rows("mask", rows)
                 statistics.update(scores, labels, ignore_index=case.ignore_index, mask=mask)
         except SegcalError as error:
@@ -53,15 +52,6 @@ def mean_loss(cases: CaseSet, calibrator: Calibrator | None = None) -> Loss:
             fix="mask these voxels, or write a finite logit",
         )
     return Loss(nll, count)
-
-
-@torch.no_grad()
-def _scores(case: Case, calibrator: Calibrator | None) -> Iterator[tuple[slice, Tensor]]:
-    if calibrator is not None:
-        yield from calibrator.pieces(case)
-        return
-    for chunk in case.chunks():
-        yield chunk.rows, chunk.logits
 
 
 class Detection(NamedTuple):

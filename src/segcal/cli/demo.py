@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.markup import escape
 
 from segcal import synthetic
 from segcal.calibrators import Calibrator, load
+from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import check
 from segcal.cli.compare import show_study, study_progress
@@ -85,13 +85,12 @@ def _say(title: str, command: str | None = None) -> None:
         out.print(f"[dim]$ {escape(command)}[/]\n", soft_wrap=True)
 
 
-@torch.no_grad()
 def _true_error(cases: CaseSet, calibrator: Calibrator | None) -> synthetic.TrueCalibrationError:
     error = synthetic.TrueCalibrationError(0.0, 0.0, 0)
     for case in cases:
         assert case.posterior is not None
-        log_probs = case.logits.log_softmax(1) if calibrator is None else calibrator(case.logits)
-        error += synthetic.true_calibration_error(log_probs, case.posterior)
+        for rows, scores in score_pieces(case, calibrator):
+            error += synthetic.true_calibration_error(scores.log_softmax(1), case.posterior[:, :, rows])
     return error
 
 

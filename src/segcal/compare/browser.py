@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from segcal.calibrators import Calibrator
+from segcal.case_scores import case_scores
 from segcal.cases import CaseSet
 from segcal.files import atomic_path
 from segcal.types import Case
@@ -98,10 +99,9 @@ def chosen_cases(ece: Mapping[str, float], count: int = CASES) -> list[tuple[str
     return [(name, title) for start, title in starts for name in worst_first[start : start + third]]
 
 
-@torch.no_grad()
 def _panels(case: Case, calibrator: Calibrator | None) -> list[dict[str, Any]]:
     """For every slice shown: its index (None in 2D) and its pictures by name."""
-    whole = None if calibrator is None else torch.cat([part for _, part in calibrator.pieces(case)], 2)
+    whole = None if calibrator is None else case_scores(case, calibrator)
     volume = len(case.shape) == 5
     places: Sequence[int | None] = [None]
     if volume:
