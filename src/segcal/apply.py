@@ -56,7 +56,7 @@ def apply(
         raise InputError(
             f"the cases have {cases.num_classes} classes", expected=f"{calibrator.num_classes}, as the calibrator has"
         )
-    parameters = {name: tensor.tolist() for name, tensor in calibrator.state_dict().items()}
+    parameters = {name: tensor.tolist() for name, tensor in calibrator.tensors().items()}
     settings = {"calibrator": calibrator.id, "parameters": parameters, "dtype": str(dtype)}
     output = OutputFolder(Path(folder), settings=settings, resume=resume)
     writer = ScoreWriter(output, "probs")

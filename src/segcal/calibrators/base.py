@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
+from segcal.calibrators.module import CalibratorModule
 from segcal.calibrators.storage import read_calibrator, write_calibrator
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError, SegcalError
@@ -94,7 +95,7 @@ class ParameterCount(NamedTuple):
     identifiable: int
 
 
-class Calibrator(nn.Module, ABC):
+class Calibrator(CalibratorModule, ABC):
     """A map from logits ``(N, C, *spatial)`` to calibrated log-probabilities of the same shape, dtype and device.
 
     Subclasses say what they guarantee: ``translation_invariant`` (unchanged by ``z + c(v)``), ``preserves`` (the
@@ -112,8 +113,6 @@ class Calibrator(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_classes: int | None = None
-        self.class_names: tuple[str, ...] | None = None
         self.fit_report: FitReport | None = None
 
     # -- fitting -------------------------------------------------------------------------------------------------------
@@ -121,9 +120,6 @@ class Calibrator(nn.Module, ABC):
     @abstractmethod
     def _fit(self, data: FitData) -> Fitted:
         """Set the parameters from the cases."""
-
-    def allocate(self, num_classes: int) -> None:
-        """Give parameters whose shape depends on the number of classes that shape."""
 
     def fit(
         self,
@@ -233,7 +229,7 @@ class Calibrator(nn.Module, ABC):
             raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
         write_calibrator(
             Path(path),
-            {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()},
+            {name: tensor.detach().cpu() for name, tensor in self.tensors().items()},
             id=self.id,
             arguments=self.arguments(),
             num_classes=self.num_classes,
@@ -251,12 +247,12 @@ def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrat
     stored = read_calibrator(Path(path), tuple(calibrators))
     calibrator = calibrators[stored.id](**stored.arguments)
     calibrator.allocate(stored.num_classes)
-    wanted = {name: tuple(tensor.shape) for name, tensor in calibrator.state_dict().items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in calibrator.tensors().items()}
     found = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
     if wanted != found:
         raise InputError(f"holds the tensors {found}", where=str(path), expected=f"{wanted} for '{stored.id}'")
-    calibrator.load_state_dict(stored.tensors)
     calibrator.num_classes, calibrator.class_names = stored.num_classes, stored.class_names
+    calibrator.load_state_dict(stored.tensors)
     calibrator.fit_report = stored.fit_report
     return calibrator
 

@@ -147,7 +147,7 @@ def parameter_count(calibrator: Calibrator) -> int:
     """Numbers that were fitted: by the published formula where there is one, else all that the file holds."""
     assert calibrator.num_classes is not None
     count = calibrator.parameter_count(calibrator.num_classes)
-    return count.optimised if count else sum(tensor.numel() for tensor in calibrator.state_dict().values())
+    return count.optimised if count else sum(tensor.numel() for tensor in calibrator.tensors().values())
 
 
 def method_name(id: str) -> str:

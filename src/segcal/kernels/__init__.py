@@ -67,7 +67,7 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
 
 def fast_maps(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.apply_cpu`` where it suits these logits: many, on the CPU, with no need of a gradient."""
-    if torch.compiler.is_compiling() or (logits.requires_grad and torch.is_grad_enabled()):
+    if _recording() or (logits.requires_grad and torch.is_grad_enabled()):
         return None
     if not _suits_numba(logits) or logits.numel() < _LARGE:
         return None
@@ -80,7 +80,7 @@ def fast_maps(logits: Tensor) -> ModuleType | None:
 
 def fast_penalties(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.penalty_cpu`` where it suits these logits: many, float32, contiguous, on the CPU."""
-    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or logits.device.type != "cpu":
+    if _recording() or logits.dtype != torch.float32 or logits.device.type != "cpu":
         return None
     if logits.numel() < _LARGE or logits.shape[1] > _BYTE_CLASSES or not logits.is_contiguous():
         return None
@@ -89,6 +89,11 @@ def fast_penalties(logits: Tensor) -> ModuleType | None:
     except ImportError:
         return None
     return penalty_cpu
+
+
+def _recording() -> bool:
+    """Whether torch is recording operations, to compile, export or trace them: compiled loops would not be in it."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _suits_numba(logits: Tensor) -> bool:

@@ -1,0 +1,91 @@
+"""A calibrator as a torch module: its dtypes stay, and its state dict says for how many classes it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from segcal.errors import InputError
+
+# What torch calls the part of a state dict that is neither parameter nor buffer.
+_EXTRA = "_extra_state"
+
+
+class CalibratorModule(nn.Module):
+    """A module whose tensors keep their dtype, and whose state dict can be loaded before it has been fitted.
+
+    ``.half()`` on a network casts the modules in it too. A calibrator's tables and sums need the digits that they have,
+    and few bytes: only the device follows, and ``forward`` respects the dtype of its input all the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_classes: int | None = None
+        self.class_names: tuple[str, ...] | None = None
+
+    def allocate(self, num_classes: int) -> None:
+        """Give parameters whose shape depends on the number of classes that shape."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name: all that shapes the map, besides the constructor's arguments."""
+        state: Mapping[str, Tensor] = self.state_dict()
+        return {name: tensor for name, tensor in state.items() if not name.endswith(_EXTRA)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    # -- the state dict ------------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> Tensor:
+        """Number and names of the classes as JSON in bytes, none before a fit: a tensor, as every tool expects."""
+        if self.num_classes is None:
+            return torch.zeros(0, dtype=torch.uint8)
+        about = {"num_classes": self.num_classes, "class_names": self.class_names}
+        return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing: ``_load_from_state_dict`` needs it earlier."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        extra = state_dict.get(prefix + _EXTRA)
+        if extra is not None and extra.numel():
+            self._prepare_for(extra)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if self.num_classes is not None and prefix + _EXTRA in missing_keys:
+            missing_keys.remove(prefix + _EXTRA)  # parameters alone will do where the classes are known
+
+    def _prepare_for(self, extra: Tensor) -> None:
+        """Be ready for the parameters of a calibrator with this extra state."""
+        try:
+            about = json.loads(bytes(extra.tolist()))
+            num_classes, names = int(about["num_classes"]), about["class_names"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"the classes of the state dict cannot be read ({type(error).__name__}: {error})",
+                expected="what a calibrator's state_dict() returned",
+            ) from None
+        if self.num_classes != num_classes:
+            device = next(self.buffers()).device
+            self.allocate(num_classes)
+            self._apply(lambda tensor: tensor.to(device))
+        self.num_classes, self.class_names = num_classes, None if names is None else tuple(names)
