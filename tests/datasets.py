@@ -67,3 +67,14 @@ def nnunet(root: Path, count=2, classes=3, shape=(6, 8, 10), pad=2, names=None, 
     (predictions / "dataset.json").write_text(json.dumps({"labels": described, "file_ending": ".nii.gz"}))
     (predictions / "plans.json").write_text("{}")
     return predictions, truth
+
+
+def snapshot(folder: Path):
+    """All there is under a folder: what every entry is, its rights, and its bytes or the target of a link."""
+    return {
+        str(path.relative_to(folder)): (
+            path.lstat().st_mode,
+            path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None,
+        )
+        for path in sorted(folder.rglob("*"))
+    }

@@ -1,35 +1,180 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or not at all, and never in place of what segcal did not write."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
+import platform
+import re
+import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from segcal.errors import OutputError
 
+# A temporary name says which process of which machine made it, so that what a killed process left is known as such.
+_TEMPORARY = re.compile(r"\.segcal-tmp-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+")
+_TOKEN, _NUMBERS = secrets.token_hex(4), itertools.count()
+
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that takes its place when the block succeeds and vanishes when it fails."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+def atomic_path(path: Path, *, folder: bool = False, replace: bool = False) -> Iterator[Path]:
+    """A temporary name beside ``path`` that takes its place when the block succeeds and vanishes when it fails.
+
+    A file takes the place of a file, as one that is opened for writing does. A folder takes the place of nothing or of
+    an empty folder.
+
+    Args:
+        path: Where the result goes; folders above it are made.
+        folder: The block makes a folder instead of a file.
+        replace: The folder that is there may be replaced: whoever says so knows that segcal wrote it.
+    """
+    with writing(path):
+        target = _folder_target(path, replace) if folder else _file_target(path)
+        temporary = _temporary(target)
+        made = _make_folders(target.parent)
+        try:
+            remove_leftovers(target.parent)
+            yield temporary
+            if folder and replace and target.is_dir():
+                _exchange(temporary, target)
+            else:
+                temporary.replace(target)
+            made = []
+        finally:
+            _remove(temporary)
+            for parent in reversed(made):
+                with suppress(OSError):  # It is not empty: another process uses it already.
+                    parent.rmdir()
+
+
+def check_writable(path: str | Path, *, folder: bool = False) -> None:
+    """Raise unless a file, or with ``folder`` a folder, can be written here. Called before long work; leaves no trace.
+
+    Examples:
+        >>> check_writable("results.json")
+        >>> check_writable(".")
+        Traceback (most recent call last):
+        segcal.errors.OutputError: .: is a folder; expected the name of a file...
+    """
+    path = Path(path)
+    with writing(path):
+        target = Path(os.path.realpath(path)) if folder else _file_target(path)
+        if folder and target.exists() and not target.is_dir():
+            raise OutputError("is a file", where=str(path), expected="a folder")
+        start = target if folder else target.parent
+        there = next(item for item in (start, *start.parents) if item.exists())
+        with tempfile.TemporaryFile(dir=there):  # Rights alone do not tell: the disk may be full or read-only.
+            pass
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file that cannot be written into one clear error that names it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        if path.is_dir() and temporary.exists():
-            shutil.rmtree(path)
-        temporary.replace(path)
+        yield
     except OSError as error:
         raise OutputError(
             f"cannot be written ({error.strerror or error})",
             where=str(path),
             expected="a writable folder with enough space",
         ) from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                temporary.unlink()
+
+
+@cache  # Once for each folder: a study writes thousands of files to one.
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of processes of this machine that were killed; nothing else has names like theirs."""
+    with suppress(OSError):
+        for item in list(folder.iterdir()):
+            found = _TEMPORARY.match(item.name)
+            if found and found[1] == _machine() and not _alive(int(found[2]), found[3]):
+                _remove(item)
+
+
+def _file_target(path: Path) -> Path:
+    """Where a file is written in the end: through links, as by ``open``; what is no plain file stays."""
+    if "\0" in str(path):
+        raise OutputError("has a NUL character", where=repr(str(path)), expected="the name of a file")
+    target = Path(os.path.realpath(path))
+    if target.is_dir() or path.name in ("", ".."):
+        raise OutputError(
+            "is a folder", where=str(path), expected="the name of a file", fix="name a file, in this folder or another"
+        )
+    if target.exists() and not target.is_file():
+        raise OutputError("is a device or pipe", where=str(path), expected="the name of a plain file")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise OutputError("is protected from writing", where=str(path), fix="choose another name")
+    return target
+
+
+def _folder_target(path: Path, replace: bool) -> Path:
+    """Where a folder is written in the end: never in place of a file, a link, or a folder with something in it."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise OutputError("is a file or a link", where=str(path), expected="a new folder")
+    if path.is_dir() and any(path.iterdir()) and not replace:
+        raise OutputError("is not empty", where=str(path), fix="choose another folder")
+    return Path(os.path.realpath(path))
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Put a folder in the place of another one, which is removed only then."""
+    aside = new.with_name(f"{new.name}-old")
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except OSError:
+        aside.rename(old)
+        raise
+    _remove(aside)
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those above it; returns those that were not there, outermost first."""
+    missing = [item for item in (folder, *folder.parents) if not item.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _temporary(target: Path) -> Path:
+    # Libraries choose a format by the extension. The whole name would make long names too long.
+    suffix = "".join(target.suffixes[-2:])[-16:]
+    return target.with_name(f".segcal-tmp-{_machine()}-{os.getpid()}-{_TOKEN}-{next(_NUMBERS)}{suffix}")
+
+
+@cache
+def _machine() -> str:
+    """This machine, or this container: where a process id means the same."""
+    try:
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        space = ""
+    return hashlib.sha256(f"{platform.node()} {space}".encode()).hexdigest()[:8]
+
+
+def _alive(process: int, token: str) -> bool:
+    """Whether the process that made a temporary file may still be writing it."""
+    if process == os.getpid():
+        return token == _TOKEN
+    if os.name == "nt":  # Asking would end the process.
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a temporary file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

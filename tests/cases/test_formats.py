@@ -119,7 +119,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, format):
     write(path, np.zeros((4, 4), np.float32))
 
     def fail():
-        with create_array(path, (4, 4), np.float32, row_axis=0) as sink:
+        with create_array(path, (4, 4), np.float32, row_axis=0, replace=True) as sink:
             sink.write((slice(0, 2), slice(None)), np.ones((2, 4), np.float32))
             raise RuntimeError("killed")
 
@@ -127,7 +127,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, format):
         fail()
     assert [item.name for item in tmp_path.iterdir()] == [path.name]
     np.testing.assert_array_equal(open_array(path).read(), 0)
-    write(path, np.ones((4, 4), np.float32))
+    write(path, np.ones((4, 4), np.float32), replace=True)
     np.testing.assert_array_equal(open_array(path).read(), 1)
 
 

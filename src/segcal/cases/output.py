@@ -27,6 +27,8 @@ JOURNAL = ".segcal-journal.jsonl"
 _NUMPY: dict[torch.dtype, DTypeLike] = {torch.float16: np.float16, torch.float32: np.float32}
 # What nnU-Net's own tools want beside the npz files; copied as bytes, never opened.
 _NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "predict_from_raw_data_args.json")
+# What the journal says of a finished file.
+_FINISHED = {"file", "source", "parts", "digest"}
 
 
 class OutputFolder:
@@ -42,6 +44,7 @@ class OutputFolder:
         self.folder, self._journal = folder, folder / JOURNAL
         self._settings = json.dumps(settings, sort_keys=True, default=str)
         self._records: dict[str, dict[str, Any]] = {}
+        self._known: set[str] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()) and not resume:
@@ -49,8 +52,12 @@ class OutputFolder:
                     "is not empty", where=str(folder), fix="choose another folder, or --resume to continue"
                 )
             if self._journal.is_file():
-                lines = self._journal.read_text().splitlines()
-                self._records = {record["file"]: record for record in map(_parse_line, lines) if record}
+                text = self._journal.read_text()
+                if text and not text.endswith("\n"):  # The program was killed while it wrote this line.
+                    self._append("\n")
+                lines = [record for record in map(_parse_line, text.splitlines()) if record]
+                self._known = {record["file"] for record in lines}
+                self._records = {record["file"]: record for record in lines if record.keys() >= _FINISHED}
         except OSError as error:
             raise _unwritable(folder, error) from None
 
@@ -78,7 +85,9 @@ class OutputFolder:
     ) -> Iterator[VerifiedSink]:
         """Write one array part by part; when the block ends, it is read back and compared before it counts."""
         path = self.folder / relative
-        with create_array(path, shape, dtype, row_axis=row_axis, key=key, geometry=geometry) as sink:
+        replace = relative in self._known
+        self._note({"file": relative})
+        with create_array(path, shape, dtype, row_axis=row_axis, key=key, geometry=geometry, replace=replace) as sink:
             verified = VerifiedSink(sink)
             yield verified
         digest = verified.digest.hexdigest()
@@ -86,8 +95,19 @@ class OutputFolder:
             raise OutputError("reads back differently from what was written", where=str(path), fix="check the disk")
         record = {"file": relative, "source": self._source(case), "parts": verified.parts, "digest": digest}
         self._records[relative] = record
+        self._note(record)
+
+    def _note(self, record: dict[str, Any]) -> None:
+        """Add a line to the journal: a file is named before it is written, so that it is known as ours ever after."""
+        self._known.add(record["file"])
+        try:
+            self._append(json.dumps(record) + "\n")
+        except OSError as error:
+            raise _unwritable(self._journal, error) from None
+
+    def _append(self, text: str) -> None:
         with self._journal.open("a") as journal:
-            journal.write(json.dumps(record) + "\n")
+            journal.write(text)
 
     def text(self, relative: str, content: str) -> None:
         """Write a text file."""
@@ -230,7 +250,7 @@ def _parse_line(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and {"file", "source", "parts", "digest"} <= record.keys() else None
+    return record if isinstance(record, dict) and "file" in record else None
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:

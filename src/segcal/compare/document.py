@@ -19,7 +19,6 @@ from segcal.compare.shifted import ShiftedSet
 from segcal.compare.study import FORMAT, VERSION
 from segcal.compare.words import Evidence, caveats, sentences
 from segcal.evaluate import versions
-from segcal.files import atomic_path
 from segcal.metrics import Column
 from segcal.statistics import EVERYTHING
 
@@ -175,8 +174,7 @@ def _deploy(run: Run, key: str) -> str | None:
     """The chosen calibrator as a file."""
     if run.method(key).id == UNCALIBRATED:
         return None
-    with atomic_path(run.folder / CALIBRATOR_FILE) as temporary:
-        run.refit(key).save(temporary)
+    run.refit(key).save(run.folder / CALIBRATOR_FILE)
     return CALIBRATOR_FILE
 
 

@@ -74,15 +74,17 @@ def create_array(
     row_axis: int,
     key: str = "array",
     geometry: Geometry | None = None,
+    replace: bool = False,
 ) -> Iterator[ArraySink]:
     """Write an array under a temporary name; it appears under its own once complete, or not at all.
 
-    Zarr shards along ``row_axis``; parts of whole rows are best.
+    Zarr shards along ``row_axis``; parts of whole rows are best. A zarr store is a folder, and another one that is
+    there is replaced only with ``replace``.
     """
     parts = split_suffix(path.name)
     if parts is None:
         raise OutputError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
-    with atomic_path(path) as temporary:
+    with atomic_path(path, folder=parts[1] == ".zarr", replace=replace) as temporary:
         sink = _sink(parts[1], temporary, shape, dtype, row_axis, key, geometry)
         yield sink
         sink.close()
