@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from segcal.errors import SegcalError
-from segcal.solvers import damped_newton, projected_newton
+from segcal.solvers import DampedNewton, Newton, minimise
 from segcal.solvers.solution import Box
 from solvers.problems import Witness, identity, softmax_data, softmax_regression
 
@@ -15,12 +15,11 @@ def parts_of(problem):
 @pytest.mark.parametrize("bounds", [(None, None), (0.0, None), (-0.5, 0.3)])
 def test_the_minimum_is_found_whatever_is_said_of_the_curvature(factor, bounds):
     problem = softmax_regression(*softmax_data())
-    best = projected_newton(problem, identity(4), *bounds)
+    best = minimise(Newton(problem), identity(4), *bounds)
     value, curvature = parts_of(problem)
     witness = Witness(value)
-    solution = damped_newton(
-        witness, lambda x, n: [factor * curvature(x, n)[0]], identity(4), [slice(None)], *bounds, gain=1e-12
-    )
+    policy = DampedNewton(witness, lambda x, n: [factor * curvature(x, n)[0]])
+    solution = minimise(policy, identity(4), *bounds, gain=1e-12)
     assert solution.converged
     assert solution.objective - best.objective < 1e-8
     assert len(witness.points) == solution.evaluations
@@ -44,14 +43,14 @@ def test_steps_where_newton_goes_astray():
     start = np.array([0.5, -0.4])
     here, slope, hessian = problem(start)
     assert problem(start - np.linalg.solve(hessian, slope))[0] > 10 * here
-    solution = damped_newton(*parts_of(problem), start, [slice(None)], gain=1e-12)
+    solution = minimise(DampedNewton(*parts_of(problem)), start, gain=1e-12)
     assert solution.converged
-    assert solution.objective == pytest.approx(projected_newton(problem, [0.0, 0.0]).objective, rel=1e-6)
+    assert solution.objective == pytest.approx(minimise(Newton(problem), [0.0, 0.0]).objective, rel=1e-6)
 
 
 def test_steps_that_the_rounding_of_values_hides_are_judged_by_the_slope():
     problem = softmax_regression(*softmax_data())
-    best = projected_newton(problem, identity(4)).objective
+    best = minimise(Newton(problem), identity(4)).objective
     calls = []
 
     def whole(x):  # every value seems higher than the one before, by a part in a thousand million
@@ -59,7 +58,7 @@ def test_steps_that_the_rounding_of_values_hides_are_judged_by_the_slope():
         value, gradient, _ = problem(x)
         return value + 1e4 + 1e-5 * len(calls), gradient
 
-    solution = damped_newton(whole, lambda x, _: [problem(x)[2]], identity(4), [slice(None)], gain=1e-13)
+    solution = minimise(DampedNewton(whole, lambda x, _: [problem(x)[2]]), identity(4), gain=1e-13)
     assert solution.converged
     assert problem(solution.value)[0] - best < 1e-12
 
@@ -71,8 +70,8 @@ def test_it_is_said_where_the_function_falls_forever():
     def slope(x):
         return np.exp(-x).sum(), -np.exp(-x)
 
-    found = damped_newton(bowl, lambda x, _: [np.eye(2)], [5.0, 3.0], [slice(None)], gain=1e-12)
-    endless = damped_newton(slope, lambda x, _: [np.diag(np.exp(-x))], [0.0, 1.0], [slice(None)], gain=1e-12)
+    found = minimise(DampedNewton(bowl, lambda x, _: [np.eye(2)]), [5.0, 3.0], gain=1e-12)
+    endless = minimise(DampedNewton(slope, lambda x, _: [np.diag(np.exp(-x))]), [0.0, 1.0], gain=1e-12)
     assert found.converged
     assert endless.converged
     assert (found.flat, endless.flat) == (False, True)
@@ -98,8 +97,8 @@ def test_blocks_are_solved_each_on_its_own():
         return [problems[n](x[indices[n]])[2] for n in blocks]
 
     start = np.repeat(identity(4), 3)
-    together = damped_newton(whole, curvature, start, indices, gain=3e-10)
-    alone = [damped_newton(*parts_of(own), identity(4), [slice(None)], gain=1e-10) for own in problems]
+    together = minimise(DampedNewton(whole, curvature), start, blocks=indices, gain=3e-10)
+    alone = [minimise(DampedNewton(*parts_of(own)), identity(4), gain=1e-10) for own in problems]
     assert together.evaluations == max(solution.evaluations for solution in alone)
     for index, solution in zip(indices, alone, strict=True):
         np.testing.assert_allclose(together.value[index], solution.value, atol=1e-9)
@@ -109,11 +108,13 @@ def test_blocks_are_solved_each_on_its_own():
 
 
 def test_too_few_passes_are_admitted():
-    solution = damped_newton(*parts_of(softmax_regression(*softmax_data())), identity(4), [slice(None)], max_passes=2)
+    solution = minimise(
+        DampedNewton(*parts_of(softmax_regression(*softmax_data()))), identity(4), gain=1e-7, max_evaluations=2
+    )
     assert not solution.converged
     assert "not converged" in solution.message
 
 
 def test_a_start_without_a_value_is_refused():
     with pytest.raises(SegcalError):
-        damped_newton(lambda x: (np.nan, x), lambda x, _: [np.eye(1)], [1.0], [slice(None)])
+        minimise(DampedNewton(lambda x: (np.nan, x), lambda x, _: [np.eye(1)]), [1.0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import lsq_linear, minimize
 
 from segcal.errors import InputError
-from segcal.solvers import projected_newton
+from segcal.solvers import Newton, minimise
 from solvers.problems import Witness, identity, least_squares, softmax_data, softmax_regression
 
 seeds = st.integers(0, 2**32 - 1)
@@ -45,7 +45,7 @@ def test_a_quadratic_takes_one_step(seed, size):
     matrix = random.normal(size=(size + 3, size)) + np.eye(size + 3, size)
     target = random.normal(size=size + 3)
     problem = Witness(least_squares(matrix, target))
-    solution = projected_newton(problem, 10 * random.normal(size=size))
+    solution = minimise(Newton(problem), 10 * random.normal(size=size))
     expected = np.linalg.lstsq(matrix, target)[0]
     np.testing.assert_allclose(solution.value, expected, atol=1e-8)
     assert (solution.converged, solution.iterations, solution.evaluations) == (True, 1, 2)
@@ -62,7 +62,7 @@ def test_bounded_least_squares_as_scipy_solves_it(seed, size, width):
     lower = np.where(random.random(size) < 0.7, 0.3 * random.normal(size=size), -np.inf)
     upper = np.where(random.random(size) < 0.7, np.maximum(lower, -1) + width, np.inf)
     problem = Witness(least_squares(matrix, target))
-    solution = projected_newton(problem, random.normal(size=size), lower, upper, tolerance=1e-10)
+    solution = minimise(Newton(problem), random.normal(size=size), lower, upper, tolerance=1e-10)
     assert_kkt(solution, problem.function(solution.value)[1], lower, upper, 1e-10)
     assert_honest(solution, problem)
     assert solution.evaluations <= 3
@@ -77,7 +77,7 @@ def test_a_singular_quadratic_takes_the_step_of_least_norm(seed):
     random = np.random.default_rng(seed)
     matrix = random.normal(size=(4, 3)) @ random.normal(size=(3, 7))
     target = random.normal(size=4)
-    solution = projected_newton(least_squares(matrix, target), np.zeros(7))
+    solution = minimise(Newton(least_squares(matrix, target)), np.zeros(7))
     assert solution.converged
     units = np.linalg.norm(matrix, axis=0)  # in which all curvatures are 1
     expected = np.linalg.pinv(matrix / units, rcond=1e-10) @ target / units
@@ -91,7 +91,7 @@ def test_a_singular_quadratic_in_a_box(seed, size):
     random = np.random.default_rng(seed)
     matrix, target = random.normal(size=(size - 1, size)), 3 * random.normal(size=size - 1)
     problem = Witness(least_squares(matrix, target))
-    solution = projected_newton(problem, np.zeros(size), -1.0, 0.5)
+    solution = minimise(Newton(problem), np.zeros(size), -1.0, 0.5)
     assert_kkt(solution, problem.function(solution.value)[1], np.full(size, -1.0), np.full(size, 0.5), 1e-8)
     assert_honest(solution, problem)
     peer = lsq_linear(matrix, target, (-1.0, 0.5), method="bvls", tol=1e-14)
@@ -124,7 +124,7 @@ def test_softmax_regression_from_the_identity(scale, passes, seed):
     """A large scale is an overconfident start where probabilities are 0 or 1, and nearly no curvature is left."""
     features, labels = softmax_data(scale=scale, seed=seed)
     problem = Witness(softmax_regression(features, labels))
-    solution = projected_newton(problem, identity(4))
+    solution = minimise(Newton(problem), identity(4))
     assert solution.converged
     assert solution.certificate <= 1e-8
     assert not solution.flat
@@ -137,8 +137,8 @@ def test_directions_that_change_nothing_do_not_amplify_rounding():
     """Columns of W may be shifted freely, yet sums in another order, that is other rounding, give the same W."""
     features, labels = softmax_data()
     order = np.random.default_rng(0).permutation(len(labels))
-    one = projected_newton(softmax_regression(features, labels), identity(4)).value
-    other = projected_newton(softmax_regression(features[order], labels[order]), identity(4)).value
+    one = minimise(Newton(softmax_regression(features, labels)), identity(4)).value
+    other = minimise(Newton(softmax_regression(features[order], labels[order])), identity(4)).value
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
@@ -147,8 +147,8 @@ def test_separable_data_determine_all_but_those_directions():
     features, _ = softmax_data()
     labels = features[:, :4].argmax(1)
     order = np.random.default_rng(0).permutation(len(labels))
-    one = projected_newton(softmax_regression(features, labels), identity(4)).value.reshape(4, 5)
-    other = projected_newton(softmax_regression(features[order], labels[order]), identity(4)).value.reshape(4, 5)
+    one = minimise(Newton(softmax_regression(features, labels)), identity(4)).value.reshape(4, 5)
+    other = minimise(Newton(softmax_regression(features[order], labels[order])), identity(4)).value.reshape(4, 5)
     np.testing.assert_allclose(one - one.mean(0), other - other.mean(0), atol=1e-3 * np.abs(one).max())
     assert np.abs(one - other).max() <= 0.2 * np.abs(one).max()
 
@@ -157,7 +157,7 @@ def test_separable_data_determine_all_but_those_directions():
 def test_bounded_softmax_regression(lower, upper):
     features, labels = softmax_data(seed=3)
     problem = Witness(softmax_regression(features, labels))
-    solution = projected_newton(problem, identity(4), lower, upper, tolerance=1e-10)
+    solution = minimise(Newton(problem), identity(4), lower, upper, tolerance=1e-10)
     assert np.count_nonzero(solution.active) >= 2
     assert f"{np.count_nonzero(solution.active)} bounds active" in solution.message
     assert_kkt(solution, problem.function(solution.value)[1], lower, upper, 1e-10)
@@ -172,11 +172,11 @@ def test_bounded_softmax_regression(lower, upper):
 def test_separable_data_are_said_to_fall_forever():
     features, _ = softmax_data()
     labels = features[:, :4].argmax(1)
-    solution = projected_newton(softmax_regression(features, labels), identity(4))
+    solution = minimise(Newton(softmax_regression(features, labels)), identity(4))
     assert solution.objective <= 1e-6
     assert solution.flat
     assert "falls forever" in solution.message
-    bounded = projected_newton(softmax_regression(features, labels), identity(4), -5.0, 5.0)
+    bounded = minimise(Newton(softmax_regression(features, labels)), identity(4), -5.0, 5.0)
     assert bounded.converged
     assert not bounded.flat
     assert np.count_nonzero(bounded.active) > 0
@@ -189,7 +189,7 @@ def blockwise(functions, indices):
         values, gradients, hessians = zip(*(f(x[i]) for f, i in zip(functions, indices, strict=True)), strict=True)
         gradient = np.empty(x.size)
         gradient[np.concatenate(indices)] = np.concatenate(gradients)
-        return np.array(values), gradient, list(zip(indices, hessians, strict=True))
+        return np.array(values), gradient, hessians
 
     return problem
 
@@ -203,8 +203,8 @@ def test_blocks_take_as_many_evaluations_as_the_hardest_alone():
     lower = np.full(40, -np.inf)
     lower[indices[0]] = 0.0
     problem = Witness(blockwise([easy, hard], indices))
-    both = projected_newton(problem, start, lower)
-    alone = [projected_newton(easy, identity(4), 0.0), projected_newton(hard, identity(4))]
+    both = minimise(Newton(problem), start, lower, blocks=list(indices))
+    alone = [minimise(Newton(easy), identity(4), 0.0), minimise(Newton(hard), identity(4))]
     np.testing.assert_array_equal(both.value[indices[0]], alone[0].value)
     np.testing.assert_array_equal(both.value[indices[1]], alone[1].value)
     assert both.objective == alone[0].objective + alone[1].objective
@@ -218,10 +218,10 @@ def test_one_block_is_the_dense_problem():
 
     def block(x: np.ndarray):
         value, gradient, hessian = dense(x)
-        return value, gradient, [(np.arange(x.size), hessian)]
+        return [value], gradient, [hessian]
 
     np.testing.assert_array_equal(
-        projected_newton(block, identity(4)).value, projected_newton(dense, identity(4)).value
+        minimise(Newton(block), identity(4)).value, minimise(Newton(dense), identity(4)).value
     )
 
 
@@ -236,7 +236,7 @@ def test_trial_points_that_are_not_finite_are_refused(start):
             return math.nan, x, np.eye(x.size)
         return np.sum(x - np.log(x)), 1 - 1 / x, np.diag(1 / x**2)
 
-    solution = projected_newton(barrier, np.array([start, 2.0]))
+    solution = minimise(Newton(barrier), np.array([start, 2.0]))
     np.testing.assert_allclose(solution.value, 1, atol=1e-7)
     assert solution.converged
     assert refused or start <= 1
@@ -249,14 +249,14 @@ def test_exponentials_overflow_and_are_tamed():
         with np.errstate(over="ignore"):
             return np.sum(np.exp(x) - x), np.exp(x) - 1, np.diag(np.exp(x))
 
-    solution = projected_newton(steep, np.full(3, -30.0))
+    solution = minimise(Newton(steep), np.full(3, -30.0))
     np.testing.assert_allclose(solution.value, 0, atol=1e-7)
     assert solution.evaluations <= 40
 
 
 def test_no_curvature_at_all_leads_to_the_bounds():
     slope = np.array([1.0, -2.0, 0.0])
-    solution = projected_newton(lambda x: (slope @ x, slope, np.zeros((3, 3))), np.zeros(3), -1.0, 1.0)
+    solution = minimise(Newton(lambda x: (slope @ x, slope, np.zeros((3, 3)))), np.zeros(3), -1.0, 1.0)
     np.testing.assert_array_equal(solution.value, [-1, 1, 0])
     np.testing.assert_array_equal(solution.active, [-1, 1, 0])
     assert solution.converged
@@ -271,15 +271,15 @@ def test_a_problem_may_reuse_its_arrays():
         x[:] = np.nan  # and its argument
         return value, gradient, hessian
 
-    expected = projected_newton(inner, identity(4))
-    np.testing.assert_array_equal(projected_newton(problem, identity(4)).value, expected.value)
+    expected = minimise(Newton(inner), identity(4))
+    np.testing.assert_array_equal(minimise(Newton(problem), identity(4)).value, expected.value)
 
 
 @pytest.mark.parametrize("scale", [0.2, 1.0, 5.0])
 def test_single_precision_costs_few_passes_and_is_said(scale):
     features, labels = softmax_data(rows=4000, scale=scale)
-    exact = projected_newton(softmax_regression(features, labels), identity(4))
-    solution = projected_newton(softmax_regression(features, labels, np.float32), identity(4), tolerance=1e-12)
+    exact = minimise(Newton(softmax_regression(features, labels)), identity(4))
+    solution = minimise(Newton(softmax_regression(features, labels, np.float32)), identity(4), tolerance=1e-12)
     assert softmax_regression(features, labels)(solution.value)[0] == pytest.approx(exact.objective, abs=1e-10)
     assert solution.evaluations <= exact.evaluations + 6
     assert not solution.converged
@@ -288,14 +288,14 @@ def test_single_precision_costs_few_passes_and_is_said(scale):
 
 def test_the_start_is_moved_into_the_box_and_may_be_the_solution():
     problem = Witness(least_squares(np.eye(2), np.array([3.0, 3.0])))
-    solution = projected_newton(problem, [9.0, 9.0], upper=1.0)
+    solution = minimise(Newton(problem), [9.0, 9.0], upper=1.0)
     np.testing.assert_array_equal(solution.value, [1, 1])
     assert (solution.iterations, solution.evaluations, solution.converged) == (0, 1, True)
 
 
 def test_running_out_of_iterations_is_said():
     problem = softmax_regression(*softmax_data())
-    solution = projected_newton(problem, identity(4), max_iterations=2)
+    solution = minimise(Newton(problem), identity(4), max_steps=2)
     assert not solution.converged
     assert solution.iterations == 2
     assert "iterations ran out" in solution.message
@@ -303,7 +303,7 @@ def test_running_out_of_iterations_is_said():
 
 
 def test_wrong_derivatives_are_said():
-    solution = projected_newton(lambda x: (x @ x, -2 * x, np.eye(2)), np.ones(2))
+    solution = minimise(Newton(lambda x: (x @ x, -2 * x, np.eye(2))), np.ones(2))
     assert not solution.converged
     assert "derivatives are wrong" in solution.message
     assert solution.objective == 2.0
@@ -315,14 +315,24 @@ def test_wrong_derivatives_are_said():
         (lambda x: (math.nan, x, np.eye(2)), "not finite at the start"),
         (lambda x: (1.0, x, np.full((2, 2), np.inf)), "not finite at the start"),
         (lambda x: (1.0, x, np.eye(3)), "Hessian does not fit"),
-        (lambda x: (1.0, x, [(np.array([0]), np.eye(1))]), "Hessian does not fit"),
-        (lambda x: (1.0, x, [(np.array([0]), np.eye(1)), (np.array([1]), np.eye(1))]), "one value per block"),
+        (lambda x: ([1.0, 1.0], x, np.eye(2)), "one value per block"),
         (lambda x: (1.0, x[:1], np.eye(2)), "gradient has shape"),
     ],
 )
 def test_bad_problems(problem, match):
     with pytest.raises(InputError, match=match):
-        projected_newton(problem, np.ones(2))
+        minimise(Newton(problem), np.ones(2))
+
+
+@pytest.mark.parametrize("blocks", [[[0]], [[0], [0, 1]], [[0], [2]]])
+def test_blocks_that_do_not_divide_the_variables(blocks):
+    with pytest.raises(InputError, match="blocks do not fit"):
+        minimise(Newton(least_squares(np.eye(2), np.zeros(2))), np.ones(2), blocks=blocks)
+
+
+def test_blocks_of_which_one_has_a_hessian_of_another_size():
+    with pytest.raises(InputError, match="Hessian does not fit"):
+        minimise(Newton(lambda x: ([1.0, 1.0], x, [np.eye(1), np.eye(2)])), np.ones(2), blocks=[[0], [1]])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +347,7 @@ def test_bad_problems(problem, match):
 )
 def test_bad_arguments(arguments, match):
     with pytest.raises(InputError, match=match):
-        projected_newton(least_squares(np.eye(2), np.zeros(2)), *arguments)
+        minimise(Newton(least_squares(np.eye(2), np.zeros(2))), *arguments)
 
 
 def test_a_refused_block_may_shorten_its_step_while_others_wait():
@@ -351,7 +361,7 @@ def test_a_refused_block_may_shorten_its_step_while_others_wait():
         return math.log(math.cosh(u)), np.array([math.tanh(u)]), np.array([[1 - math.tanh(u) ** 2]])
 
     indices = [np.array([0]), np.array([1])]
-    solution = projected_newton(blockwise([easy, steep], indices), [1.0, 3.0], max_iterations=1)
+    solution = minimise(Newton(blockwise([easy, steep], indices)), [1.0, 3.0], blocks=indices, max_steps=1)
     assert solution.value[0] == 0
     assert abs(solution.value[1]) < 3
     assert solution.evaluations > 2

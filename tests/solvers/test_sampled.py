@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from segcal.errors import InputError
-from segcal.solvers import projected_newton, sampled_newton
+from segcal.solvers import Newton, SampledNewton, minimise
 from segcal.solvers.solution import Box
 from solvers.problems import Witness, identity, softmax_data, softmax_regression
 
@@ -36,9 +36,9 @@ def scaled(problem, factor):
     return other
 
 
-def assert_minimum(solution, problem, start, lower=None, upper=None, tolerance=1e-5):
+def assert_minimum(solution, problem, start, lower=None, upper=None, tolerance=1e-5, blocks=None):
     """As good as Newton's method on the whole, and the certificate is that of the point."""
-    best = projected_newton(problem, start, lower, upper)
+    best = minimise(Newton(problem), start, lower, upper, blocks=blocks)
     value, gradient, _ = problem(solution.value)
     assert solution.converged
     assert solution.objective == pytest.approx(np.sum(value))
@@ -55,14 +55,14 @@ def assert_minimum(solution, problem, start, lower=None, upper=None, tolerance=1
 def test_quadratics(seed, bounds):
     whole, sample = quadratic(seed, noise=0.1)
     passes = without_hessian(whole)
-    solution = sampled_newton(sample, passes, np.ones(6), *bounds, gain=1e-12)
+    solution = minimise(SampledNewton(sample, passes), np.ones(6), *bounds, gain=1e-12)
     assert_minimum(solution, whole, np.ones(6), *bounds)
     assert len(passes.points) == solution.evaluations <= 16
 
 
 def test_a_sample_that_is_everything_needs_one_pass():
     whole, _ = quadratic(0)
-    solution = sampled_newton(whole, without_hessian(whole), np.zeros(6))
+    solution = minimise(SampledNewton(whole, without_hessian(whole)), np.zeros(6), gain=1e-7)
     assert solution.evaluations == 1
     assert_minimum(solution, whole, np.zeros(6), tolerance=1e-8)
 
@@ -72,13 +72,13 @@ def test_softmax_regression_from_a_twentieth_of_the_data(bounds):
     features, labels = softmax_data(rows=8000)
     whole, sample = softmax_regression(features, labels), softmax_regression(features[:400], labels[:400])
     passes = without_hessian(whole)
-    solution = sampled_newton(sample, passes, identity(4), *bounds, gain=1e-9)
+    solution = minimise(SampledNewton(sample, passes), identity(4), *bounds, gain=1e-9)
     assert_minimum(solution, whole, identity(4), *bounds, tolerance=1e-3)
     assert solution.evaluations <= 8
     if bounds[0] is not None:
         assert np.count_nonzero(solution.active) >= 3
     # the sample's own minimum is much worse, so the passes are what did it
-    own = projected_newton(sample, identity(4), *bounds).value
+    own = minimise(Newton(sample), identity(4), *bounds).value
     assert whole(own)[0] - solution.objective > 1e-3
 
 
@@ -92,7 +92,7 @@ def test_a_sample_of_wrong_curvature(factor):
             value, slope, hessian = scaled(whole, factor)(x)
             return value + tilt @ (x - start), slope + tilt, hessian
 
-        solution = sampled_newton(sample, without_hessian(whole), start, gain=1e-10, max_passes=80)
+        solution = minimise(SampledNewton(sample, without_hessian(whole)), start, gain=1e-10, max_evaluations=80)
         assert_minimum(solution, whole, start, tolerance=1e-3)
 
 
@@ -105,8 +105,7 @@ def blocks(problems, size):
         gradient = np.empty_like(x)
         for index, part in zip(indices, parts, strict=True):
             gradient[index] = part[1]
-        hessian = [(index, part[2]) for index, part in zip(indices, parts, strict=True)]
-        return np.array([part[0] for part in parts]), gradient, hessian
+        return np.array([part[0] for part in parts]), gradient, [part[2] for part in parts]
 
     return problem, indices
 
@@ -118,10 +117,17 @@ def test_blocks_are_solved_each_on_its_own(bounds):
     samples = [samples[0], scaled(samples[1], 0.3), scaled(samples[2], 3.0)]
     whole, indices = blocks(wholes, 6)
     sample, _ = blocks(samples, 6)
-    solution = sampled_newton(sample, without_hessian(whole), np.ones(18), *bounds, gain=1e-11, max_passes=60)
-    assert_minimum(solution, whole, np.ones(18), *bounds, tolerance=1e-4)
+    solution = minimise(
+        SampledNewton(sample, without_hessian(whole)),
+        np.ones(18),
+        *bounds,
+        blocks=indices,
+        gain=1e-11,
+        max_evaluations=60,
+    )
+    assert_minimum(solution, whole, np.ones(18), *bounds, tolerance=1e-4, blocks=indices)
     for own, index in zip(wholes, indices, strict=True):
-        assert own(solution.value[index])[0] - projected_newton(own, np.ones(6), *bounds).objective < 1e-8
+        assert own(solution.value[index])[0] - minimise(Newton(own), np.ones(6), *bounds).objective < 1e-8
 
 
 def test_a_step_to_where_the_function_is_not_finite_is_refused():
@@ -133,7 +139,7 @@ def test_a_step_to_where_the_function_is_not_finite_is_refused():
         return 0.05 * float((x[0] - 4) ** 2), 0.1 * (x - 4), np.array([[0.1]])
 
     passes = Witness(whole)
-    solution = sampled_newton(sample, passes, [4.0], gain=1e-10, max_passes=100)
+    solution = minimise(SampledNewton(sample, passes), [4.0], gain=1e-10, max_evaluations=100)
     assert min(point[0] for point in passes.points) < 0
     assert solution.converged
     assert solution.value[0] == pytest.approx(1.0, abs=1e-4)
@@ -143,12 +149,12 @@ def test_a_step_to_where_the_function_is_not_finite_is_refused():
 def test_a_function_that_is_not_finite_at_the_samples_minimum_is_an_error():
     _, sample = quadratic(0)
     with pytest.raises(InputError, match="not finite at the start"):
-        sampled_newton(sample, lambda x: (np.nan, np.zeros(6)), np.zeros(6))
+        minimise(SampledNewton(sample, lambda x: (np.nan, np.zeros(6))), np.zeros(6), gain=1e-7)
 
 
 def test_running_out_of_passes_is_said():
     whole, sample = quadratic(2, noise=0.3)
-    solution = sampled_newton(sample, without_hessian(whole), np.ones(6), gain=1e-14, max_passes=2)
+    solution = minimise(SampledNewton(sample, without_hessian(whole)), np.ones(6), gain=1e-14, max_evaluations=2)
     assert not solution.converged
     assert solution.evaluations == 2
     assert "not converged" in solution.message
@@ -164,8 +170,8 @@ def test_a_hopeless_sample_is_not_called_convergence():
         value, slope, hessian = scaled(whole, 1e-6)(x)
         return value + tilt @ x * 1e-6, slope + tilt * 1e-6, hessian
 
-    solution = sampled_newton(sample, without_hessian(whole), np.ones(6), gain=1e-9)
-    best = projected_newton(whole, np.ones(6)).objective
+    solution = minimise(SampledNewton(sample, without_hessian(whole)), np.ones(6), gain=1e-9, max_evaluations=30)
+    best = minimise(Newton(whole), np.ones(6)).objective
     assert not solution.converged or solution.objective - best < 1e-6
 
 
@@ -187,10 +193,17 @@ def logistic(signs):
 @pytest.mark.parametrize("bounds", [(-100.0, 100.0), (-20.0, 20.0), (-5.0, 5.0)])
 def test_a_separable_part_of_data_that_are_not_is_no_false_convergence(bounds):
     wholes = [logistic([1] * 9 + [-1]), logistic([1, 1, 1, -1])]
-    whole, _ = blocks(wholes, 1)
+    whole, indices = blocks(wholes, 1)
     sample, _ = blocks([logistic([1] * 9), logistic([1, 1, -1])], 1)
-    solution = sampled_newton(sample, without_hessian(whole), np.ones(2), *bounds)
-    best = projected_newton(whole, np.ones(2), *bounds).objective
+    solution = minimise(
+        SampledNewton(sample, without_hessian(whole)),
+        np.ones(2),
+        *bounds,
+        blocks=indices,
+        gain=1e-7,
+        max_evaluations=30,
+    )
+    best = minimise(Newton(whole), np.ones(2), *bounds, blocks=indices).objective
     assert not solution.converged or solution.objective - best < 1e-6
     box = Box(*bounds, 2)
     assert solution.certificate == pytest.approx(box.certificate(solution.value, whole(solution.value)[1]))
@@ -199,10 +212,10 @@ def test_a_separable_part_of_data_that_are_not_is_no_false_convergence(bounds):
 def test_the_gain_ends_it_early_and_bounds_what_is_left():
     features, labels = softmax_data(rows=8000)
     whole, sample = softmax_regression(features, labels), softmax_regression(features[:400], labels[:400])
-    best = projected_newton(whole, identity(4)).objective
+    best = minimise(Newton(whole), identity(4)).objective
     passes = []
     for gain in (1e-2, 1e-5, 1e-9):
-        solution = sampled_newton(sample, without_hessian(whole), identity(4), gain=gain)
+        solution = minimise(SampledNewton(sample, without_hessian(whole)), identity(4), gain=gain)
         assert solution.converged
         assert solution.objective - best < 3 * gain
         passes.append(solution.evaluations)
@@ -213,7 +226,7 @@ def test_the_start_may_lie_outside_the_box_and_equal_bounds_hold():
     whole, sample = quadratic(0, noise=0.1)
     lower, upper = np.full(6, -1.0), np.full(6, 1.0)
     lower[2] = upper[2] = 0.25
-    solution = sampled_newton(sample, without_hessian(whole), np.full(6, 9.0), lower, upper, gain=1e-12)
+    solution = minimise(SampledNewton(sample, without_hessian(whole)), np.full(6, 9.0), lower, upper, gain=1e-12)
     assert solution.value[2] == 0.25
     assert_minimum(solution, whole, np.full(6, 9.0), lower, upper)
 
@@ -229,6 +242,6 @@ def test_where_the_sample_sees_no_curvature():
     def sample(x):
         return 0.5 * (x[0] - 1) ** 2, np.array([x[0] - 1, 0.0]), np.diag([1.0, 0.0])
 
-    solution = sampled_newton(sample, whole, [5.0, 5.0], gain=1e-10, max_passes=400)
+    solution = minimise(SampledNewton(sample, whole), [5.0, 5.0], gain=1e-10, max_evaluations=400)
     assert solution.converged
     np.testing.assert_allclose(solution.value, centre, atol=1e-3)

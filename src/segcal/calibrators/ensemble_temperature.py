@@ -20,7 +20,7 @@ from segcal.cases import CaseSet
 from segcal.errors import InputError
 from segcal.kernels import fast_maps
 from segcal.scores import keep_argmax
-from segcal.solvers import projected_newton
+from segcal.solvers import Newton, minimise
 from segcal.threads import blas_threads
 
 FloatArray = NDArray[np.float64]
@@ -109,10 +109,10 @@ class EnsembleTemperatureScaling(Calibrator):
                     value, slope, curvature = value + terms[0], slope + terms[1], curvature + terms[2]
                 return value, slope, curvature
 
-            solution = projected_newton(part, _START, 0.0, 1.0)
+            solution = minimise(Newton(part), _START, 0.0, 1.0)
             if streaming:
                 # From inside the simplex: a label that was not drawn may be impossible at the sample's own optimum.
-                solution = projected_newton(whole, 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
+                solution = minimise(Newton(whole), 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
             steps = solution.iterations
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from segcal.calibrators.penalty import Quadratic, odir
 from segcal.cases import CaseSet
 from segcal.kernels import Features, fast_maps
 from segcal.sampling import VoxelSample
-from segcal.solvers import Solution, damped_newton, projected_newton, sampled_newton
+from segcal.solvers import DampedNewton, Newton, SampledNewton, Solution, minimise
 
 if TYPE_CHECKING:
     from segcal.calibrators.experts import ExpertCalibrator
@@ -84,12 +84,12 @@ def fit_exactly(
     def whole_rows() -> Rows:
         return _rows(sample, features, len(centre))
 
-    def whole(x: FloatArray) -> tuple[Any, FloatArray]:
+    def whole(x: FloatArray) -> tuple[FloatArray, FloatArray]:
         theta = problem.theta(x)
         if streaming:
             assert cases is not None
-            return problem.with_gradient(_stream(cases, theta, features, fast=not first.impossible), x)
-        return problem.with_gradient(expert_sums(whole_rows(), theta, features, threads=threads), x)
+            return problem.combine(_stream(cases, theta, features, fast=not first.impossible), x)
+        return problem.combine(expert_sums(whole_rows(), theta, features, threads=threads), x)
 
     def curvature(x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
         theta = problem.theta(x)
@@ -100,31 +100,26 @@ def fit_exactly(
             sums = _curvature(whole_rows(), theta, features, experts)
         return [problem.hessian(e, sums[e]) for e in experts]
 
+    solve = partial(minimise, lower=limits[0], upper=limits[1], blocks=problem.blocks())
     astray, rich = _goes_astray(calibrator), _curvature_voxels(calibrator, classes)
     x = problem.x(centre if start is None else start)
     rough = 1e-6 if calibrator.routed else 1e-4  # experts have few voxels each, and wander off from a rough start
     if len(sample) > rich // _START and start is None:
         few = _rows(sample.thin(rich // _START), features, len(centre))
-        x = projected_newton(
-            partial(problem.with_curvature, few),
-            x,
-            *limits,
-            tolerance=rough,
-            max_iterations=_FREE_STEPS if astray else 100,
-        ).value
+        steps = _FREE_STEPS if astray else 100
+        x = solve(Newton(partial(problem.with_curvature, few)), x, tolerance=rough, max_steps=steps).value
     solution: Solution[FloatArray] | None = None
     if len(sample) > _START * rich or (streaming and not astray):
         some = _rows(sample.thin(rich) if rich < len(sample) else sample, features, len(centre))
-        solution = sampled_newton(
-            partial(problem.with_curvature, some), whole, x, *limits, gain=_GAIN, max_passes=_PASSES
-        )
+        policy = SampledNewton(partial(problem.with_curvature, some), whole)
+        solution = solve(policy, x, gain=_GAIN, max_evaluations=_PASSES)
         x = solution.value
     if solution is None or not solution.converged:
         if streaming or astray:
             gain = _DAMPED_GAIN if streaming else _DAMPED_SAMPLE_GAIN
-            solution = damped_newton(whole, curvature, x, problem.blocks(), *limits, gain=gain, tolerance=_FLAT)
+            solution = solve(DampedNewton(whole, curvature), x, gain=gain, tolerance=_FLAT, max_evaluations=200)
         else:
-            solution = projected_newton(partial(problem.with_curvature, whole_rows()), x, *limits)
+            solution = solve(Newton(partial(problem.with_curvature, whole_rows())), x)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 
@@ -238,9 +233,8 @@ def _pooled(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) 
     penalty.add(np.full(start.size, STARVED * start.size / total**2), start.ravel())
     problem = ExpertProblem(start.shape, features, None, [penalty], total, torch.get_num_threads())
     lower, upper = calibrator.bounds(first.num_classes, 1)
-    solution = projected_newton(
-        partial(problem.with_curvature, rows), start.ravel(), lower.ravel(), upper.ravel(), tolerance=1e-6
-    )
+    policy = Newton(partial(problem.with_curvature, rows))
+    solution = minimise(policy, start.ravel(), lower.ravel(), upper.ravel(), tolerance=1e-6)
     lower, upper = calibrator.bounds(first.num_classes, len(centre))
     return np.clip(np.broadcast_to(solution.value.reshape(start.shape), centre.shape), lower, upper)
 

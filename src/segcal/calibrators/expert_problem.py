@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,15 +50,13 @@ class ExpertProblem:
             blocks = np.linalg.lstsq(self.basis, blocks.T, rcond=None)[0].T
         return np.ascontiguousarray(blocks).ravel()
 
-    def with_curvature(self, rows: Rows, x: FloatArray) -> tuple[Any, FloatArray, Any]:
-        """Value, gradient and Hessian on these rows, for ``projected_newton``."""
+    def with_curvature(self, rows: Rows, x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
+        """Values by expert, gradient and Hessians on these rows."""
         sums = expert_sums(rows, self.theta(x), self.features, curvature=True, threads=self.threads)
         values, gradient = self.combine(sums, x)
         assert sums.curvature is not None
         blocks = [self.hessian(e, own) for e, own in enumerate(sums.curvature)]
-        if len(blocks) == 1:
-            return float(values[0]), gradient, blocks[0]
-        return values, gradient, list(zip(self.blocks(), blocks, strict=True))
+        return values, gradient, blocks
 
     def blocks(self) -> list[NDArray[np.int64]]:
         """The places in ``x`` of every expert's parameters."""
@@ -70,11 +66,6 @@ class ExpertProblem:
         """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""
         hessian = curvature / self.total + self.penalties[expert].matrix
         return hessian if self.basis is None else self.basis.T @ hessian @ self.basis
-
-    def with_gradient(self, sums: Sums, x: FloatArray) -> tuple[Any, FloatArray]:
-        """Value and gradient from sums over everything, for ``sampled_newton``."""
-        values, gradient = self.combine(sums, x)
-        return (float(values[0]) if len(values) == 1 else values), gradient
 
     def combine(self, sums: Sums, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Values by expert ``(E,)`` and the gradient ``(E F,)``, penalties included."""

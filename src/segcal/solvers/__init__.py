@@ -1,30 +1,32 @@
 """Solvers: they minimise functions and know nothing of calibration.
 
 Functions are opaque and expensive (one evaluation is a pass over all data), so the solvers count evaluations and never
-ask twice at the same point. What they return says whether, and how well, the minimum was reached.
+ask twice at the same point. What they return says whether, and how well, the minimum was reached. ``minimise`` runs any
+of the step policies ``Newton``, ``SampledNewton`` and ``DampedNewton``; ``segcal.solvers.driver`` says when each is
+taken. ``newton_1d`` is for one variable, ``adam`` for networks.
 """
 
 from __future__ import annotations
 
-from segcal.solvers.damped import damped_newton
-from segcal.solvers.lbfgs import projected_lbfgs
-from segcal.solvers.newton import Hessian, Problem, projected_newton
-from segcal.solvers.sampled import Whole, sampled_newton
+from segcal.solvers.damped import DampedNewton, Whole
+from segcal.solvers.driver import Hessian, minimise
+from segcal.solvers.newton import Newton, Problem
+from segcal.solvers.sampled import SampledNewton
 from segcal.solvers.scalar import newton_1d
 from segcal.solvers.solution import Solution
 from segcal.solvers.stochastic import Epoch, Training, adam
 
 __all__ = [
+    "DampedNewton",
     "Epoch",
     "Hessian",
+    "Newton",
     "Problem",
+    "SampledNewton",
     "Solution",
     "Training",
     "Whole",
     "adam",
-    "damped_newton",
+    "minimise",
     "newton_1d",
-    "projected_lbfgs",
-    "projected_newton",
-    "sampled_newton",
 ]

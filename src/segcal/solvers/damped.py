@@ -1,188 +1,111 @@
-"""Newton's method with damping by blocks, where a value costs much less than the curvature."""
+"""Newton's method with damping, where a value costs much less than the curvature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from segcal.solvers.newton import Index
-from segcal.solvers.quadratic import minimise_quadratic
-from segcal.solvers.sampled import Whole
-from segcal.solvers.solution import (
-    Box,
-    FloatArray,
-    Solution,
-    checked_start,
-    converged_message,
-    falls_on,
-    refuse_start,
-)
+from segcal.solvers.driver import Block, Index, Point, Start
+from segcal.solvers.quadratic import minimise_quadratic, predicted_decrease
+from segcal.solvers.solution import Box, FloatArray, falls_on
 
+#: ``x -> (value, gradient)``; for blocks, a value of each.
+Whole = Callable[[FloatArray], tuple[Any, FloatArray]]
 #: ``(x, numbers of blocks) -> Hessians`` of those blocks; they may be rough, which costs steps.
 Curvature = Callable[[FloatArray, Sequence[int]], Sequence[FloatArray]]
 
-# Damping at first, in shares of the mean curvature. It is alike in all directions: the steps that go astray are those
+# Damping at first, in shares of the mean curvature. It is alike in all directions: the steps that overshoot are those
 # along which there is next to no curvature.
 _DAMPING = 1e-3
-# The share of the promised decrease below which there is more damping, and above which there is less; by this factor.
+# The share of the predicted decrease below which there is more damping, and above which there is less; by this factor.
 _POOR, _GOOD, _FACTOR = 0.25, 0.75, 4.0
-_REFUSALS = 15
+_REFUSALS = 15  # trial points refused in a row
 _NOISE = 1e-7  # changes of f, relative to f, that may be rounding, for f may be summed in float32
-_SMALL = 0.1  # of its share of what is enough to gain: with less a block waits for the others
-_NOTHING = 1e-3  # of that: a step that promises less is none
+_NOTHING = 1e-3  # of a decrease that is not worth a step: refused steps that predict less are given up
 
 
-def damped_newton(
-    whole: Whole,
-    curvature: Curvature,
-    start: ArrayLike,
-    indices: Sequence[Index],
-    lower: ArrayLike | None = None,
-    upper: ArrayLike | None = None,
-    *,
-    gain: float = 1e-7,
-    tolerance: float = 1e-8,
-    max_passes: int = 200,
-) -> Solution[FloatArray]:
-    """The minimum of a smooth convex f over a box, by damped Newton steps in every block (Levenberg, Marquardt).
+@dataclass
+class _Damped:
+    """A block's damping, and its curvature where it is."""
+
+    damping: float = _DAMPING
+    hessian: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+
+
+@dataclass(frozen=True)
+class DampedNewton:
+    """Steps to the minimum of the quadratic model with added curvature (Levenberg, Marquardt), block by block.
 
     A step that overshoots is not shortened but bent toward where the function is steep: along directions with next to
-    no curvature Newton's own steps go astray. Each block has its own damping, and its curvature is asked for only where
-    it has moved and goes on.
+    no curvature Newton's own steps are far too long. The curvature is asked for only where a block has moved and goes
+    on. What is left to gain is what the undamped model predicts.
 
     Args:
-        whole: ``x -> (value, gradient)``; for blocks the value is an array with the share of each.
+        whole: ``x -> (value, gradient)``.
         curvature: The Hessians of some blocks.
-        start: Where to begin; moved into the box.
-        indices: The variables of every block.
-        lower: Lower bounds: None, a number, or one per component.
-        upper: Upper bounds, likewise.
-        gain: Done when undamped models promise to lower f by no more than this; also done at ``tolerance``.
-        tolerance: Done when the certificate of ``segcal.solvers.Solution`` is at most this.
-        max_passes: Evaluations of f at most.
 
     Examples:
+        >>> from segcal.solvers import minimise
         >>> def whole(x):
         ...     return np.sum(np.exp(x) - 3 * x), np.exp(x) - 3
-        >>> solution = damped_newton(whole, lambda x, _: [np.diag(np.exp(x))], [5.0, -2.0], [slice(None)])
+        >>> policy = DampedNewton(whole, lambda x, blocks: [np.diag(np.exp(x))])
+        >>> solution = minimise(policy, [5.0, -2.0], gain=1e-7)
         >>> np.exp(solution.value).round(3), solution.converged
         (array([3., 3.]), True)
     """
-    x = checked_start(start)
-    box = Box(lower, upper, x.size)
-    x = box.project(x)
-    value, gradient = whole(x.copy())
-    values = np.asarray(value, np.float64).reshape(-1)
-    if not (np.isfinite(values).all() and np.isfinite(gradient).all()):
-        raise refuse_start(values.sum())
-    enough = _SMALL * gain / len(values)
-    parts = [
-        _Part(index, x[index].copy(), float(own), gradient[index].copy(), box[index], enough, tolerance)
-        for index, own in zip(indices, values, strict=True)
-    ]
-    history, passes = [float(values.sum())], 1
-    while passes < max_passes:
-        moved = [n for n, part in enumerate(parts) if part.moved and not part.stationary]
-        if moved:
-            for n, hessian in zip(moved, curvature(x.copy(), moved), strict=True):
-                parts[n].learn(np.array(hessian, np.float64))
-        moving = [part for part in parts if part.moving]
-        if not moving or sum(part.left for part in parts) <= gain:
-            break
-        for part in moving:
-            x[part.index] = part.trial
-        value, gradient = whole(x.copy())
-        passes += 1
-        for part, own in zip(parts, np.asarray(value, np.float64).reshape(-1), strict=True):
-            if part in moving:
-                part.judge(float(own), gradient[part.index].copy())
-            x[part.index] = part.x
-        history.append(sum(part.value for part in parts))
-    slope = np.empty_like(x)
-    for part in parts:
-        slope[part.index] = part.gradient
-    certificate, active, flat = box.certificate(x, slope), box.active(x), any(part.flat for part in parts)
-    converged = sum(part.left for part in parts) <= gain
-    return Solution(
-        value=x,
-        objective=history[-1],
-        converged=converged,
-        certificate=certificate,
-        iterations=passes - 1,
-        evaluations=passes,
-        message=converged_message(certificate, active, flat)
-        if converged
-        else f"not converged: projected gradient {certificate:.1e} after {passes} passes",
-        active=active,
-        flat=flat,
-        history=tuple(history),
-    )
 
+    whole: Whole
+    curvature: Curvature
 
-class _Part:
-    """An independent function of some of the variables: where it is, its curvature there, and the step it tries."""
+    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
+        """The user's."""
+        return Start(x)
 
-    def __init__(
-        self, index: Index, x: FloatArray, value: float, gradient: FloatArray, box: Box, enough: float, tolerance: float
-    ) -> None:
-        self.index, self.x, self.value, self.gradient, self.box = index, x, value, gradient, box
-        self.enough, self.tolerance = enough, tolerance
-        self.damping, self.refusals, self.moved, self.gains, self.flat = _DAMPING, 0, True, np.inf, False
+    def state(self, here: Point) -> _Damped:
+        """A little damping."""
+        return _Damped()
 
-    @property
-    def stationary(self) -> bool:
-        """Whether it is at a minimum, by the gradient."""
-        return self.box.certificate(self.x, self.gradient) <= self.tolerance
+    def evaluate(self, x: FloatArray) -> tuple[Any, FloatArray, None]:
+        """Values and gradient."""
+        return (*self.whole(x), None)
 
-    @property
-    def resting(self) -> bool:
-        """Whether no step is taken, or what it promises is nothing."""
-        return self.refusals >= _REFUSALS or (self.refusals > 0 and self.promised <= _NOTHING * self.enough)
+    def aim(self, x: FloatArray, blocks: Sequence[Block[_Damped]]) -> None:
+        """Ask for the curvature of the blocks that moved, and aim at the minimum of the damped model."""
+        for block in blocks:
+            block.left = 0.0 if block.stationary else block.left
+        moved = [number for number, block in enumerate(blocks) if block.moved and not block.stationary]
+        for number, hessian in zip(moved, self.curvature(x.copy(), moved) if moved else (), strict=True):
+            block, here = blocks[number], blocks[number].here
+            block.state.hessian = np.array(hessian, np.float64)
+            target = minimise_quadratic(block.state.hessian, here.gradient, here.x, block.box)
+            block.left = predicted_decrease(block.state.hessian, here.gradient, target - here.x)
+            _aim(block)
 
-    @property
-    def left(self) -> float:
-        """What there is to gain."""
-        return 0.0 if self.stationary else self.gains
-
-    @property
-    def moving(self) -> bool:
-        """Whether there is something to gain, and a way."""
-        return self.left > self.enough and not self.resting
-
-    def learn(self, hessian: FloatArray) -> None:
-        """Take the curvature at the point that was reached."""
-        self.hessian, self.moved = hessian, False
-        step = minimise_quadratic(hessian, self.gradient, self.x, self.box) - self.x
-        self.gains = self._promise(hessian, step)
-        self._aim()
-
-    def _promise(self, hessian: FloatArray, step: FloatArray) -> float:
-        return -float(self.gradient @ step + 0.5 * step @ hessian @ step)
-
-    def _aim(self) -> None:
-        diagonal = self.hessian.diagonal()
-        damped = self.hessian + self.damping * diagonal.mean() * np.eye(len(diagonal))
-        self.trial = minimise_quadratic(damped, self.gradient, self.x, self.box)
-        self.promised = self._promise(damped, self.trial - self.x)
-
-    def judge(self, value: float, gradient: FloatArray) -> None:
+    def judge(self, block: Block[_Damped], there: Point) -> bool:
         """Take the trial point where f is lower, and change the damping by how good the model was."""
-        finite = bool(np.isfinite(value) and np.isfinite(gradient).all())
-        fall = self.value - value
-        if finite and self.promised <= _NOISE * abs(self.value):  # lost in the rounding of f, but not of its slope
-            fall = -0.5 * float((self.gradient + gradient) @ (self.trial - self.x))
-        share = fall / self.promised if finite and self.promised > 0 else -np.inf
+        here, step, state = block.here, there.x - block.here.x, block.state
+        fall = here.value - there.value
+        if block.predicted <= _NOISE * abs(here.value):  # lost in the rounding of f, but not of its slope
+            fall = -0.5 * float((here.gradient + there.gradient) @ step)
+        share = fall / block.predicted if there.finite and block.predicted > 0 else -np.inf
         if share < _POOR:
-            self.damping *= _FACTOR if share > 0 else _FACTOR**2
+            state.damping *= _FACTOR if share > 0 else _FACTOR**2
         elif share > _GOOD:
-            self.damping /= _FACTOR
-        if finite and fall > 0:
-            step = self.trial - self.x
-            before, after = float(self.gradient @ step), float(gradient @ step)
-            self.flat = before < 0 and falls_on(step, self.x, after / before)
-            self.x, self.value, self.gradient, self.refusals, self.moved = self.trial, value, gradient, 0, True
-        else:
-            self.refusals += 1
-            self._aim()
+            state.damping /= _FACTOR
+        if there.finite and fall > 0:
+            before, after = float(here.gradient @ step), float(there.gradient @ step)
+            block.flat = before < 0 and falls_on(step, here.x, after / before)
+            return True
+        _aim(block)
+        block.stuck = block.refusals >= _REFUSALS or block.predicted <= _NOTHING * block.enough
+        return False
+
+
+def _aim(block: Block[_Damped]) -> None:
+    hessian, here = block.state.hessian, block.here
+    damped = hessian + block.state.damping * hessian.diagonal().mean() * np.eye(len(hessian))
+    block.trial = minimise_quadratic(damped, here.gradient, here.x, block.box)
+    block.predicted = predicted_decrease(damped, here.gradient, block.trial - here.x)

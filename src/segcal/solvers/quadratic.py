@@ -12,7 +12,7 @@ from segcal.solvers.solution import Box, FloatArray
 _RIDGE = 1e-12
 _FLOOR = 1e-16  # relative to the largest curvature: below it, a component has none to be measured by
 _MAX_STEPS = 500
-_DECREASE = 1e-4  # of what the slope promises, for a clipped step to be taken
+_DECREASE = 1e-4  # of what the slope predicts, for a clipped step to be taken
 _ROUNDING = 1e-12  # relative change of the model that is none
 
 
@@ -31,7 +31,7 @@ def minimise_quadratic(
     Components are measured in units in which their curvature is 1, so that the result does not depend on the user's. A
     ridge of 1e-12 (Levenberg, Marquardt) makes a singular H invertible; one refinement undoes what it does to the other
     directions. Along directions without curvature the step is then the gradient's rounding over the ridge: it is left
-    out, which makes the step that of least norm, unless it promises a decrease of more than ``noise``.
+    out, which makes the step that of least norm, unless it predicts a decrease of more than ``noise``.
 
     Examples:
         >>> hessian, gradient = np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([-2.0, 1.0])
@@ -66,6 +66,11 @@ def minimise_quadratic(
             break
         held, reached = held & ~let_go, model
     return target
+
+
+def predicted_decrease(hessian: FloatArray, gradient: FloatArray, step: FloatArray) -> float:
+    """How much lower the model is after a step."""
+    return -_model(hessian, gradient, step)[0]
 
 
 def _outward(x: FloatArray, slope: FloatArray, box: Box) -> NDArray[np.bool_]:
