@@ -1,4 +1,24 @@
+import sys
+
+import pytest
 import torch
+
+import segcal.cli
 
 # Tests run in parallel processes: more threads each would only get in each other's way.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line as a user would; returns exit code, standard output, standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["segcal", *map(str, arguments)])
+        monkeypatch.setattr(segcal.cli.console.out, "_width", 200)
+        with pytest.raises(SystemExit) as stop:
+            segcal.cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call

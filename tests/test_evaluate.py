@@ -202,7 +202,7 @@ def test_json_and_csv_round_trip(tmp_path):
     assert again.to_json() == results.to_json()
     results.to_csv(tmp_path / "r.csv")
     lines = (tmp_path / "r.csv").read_text().splitlines()
-    assert lines[0] == "case,region,metric,value,count"
+    assert lines[0] == "case,region,metric,value,count,missed"
     assert len(lines) == len(results.rows) + 1
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(segcal.SegcalError, match="results.json"):

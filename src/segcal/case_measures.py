@@ -188,7 +188,7 @@ def windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tenso
     return ((window, voxels.logits(window)) for window in voxels.windows)
 
 
-def reduced_rows(plan: Plan, case: str, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
+def reduced_rows(plan: Plan, case: str | None, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
     """All metrics that are reductions of the statistics."""
     rows = []
     for number, column in enumerate(plan.columns):
@@ -244,7 +244,8 @@ def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
         spec = metric_spec(column.metric)
         if "surfaces" in spec.needs:
             value = class_mean(_compute(spec, distances, column.options))
-            rows.append(Row(case.id, EVERYTHING, column_name(column), float(value), value.count))
+            missed = int(distances.missed[:, 1:].sum())
+            rows.append(Row(case.id, EVERYTHING, column_name(column), float(value), value.count, missed))
     return rows
 
 

@@ -123,7 +123,7 @@ def evaluate_many(
     order = {name: index for index, name in enumerate(cases.ids)}
     for name, calibrator in calibrators.items():
         parts = [share[name] for share in shares]
-        rows = sorted((row for part in parts for row in part.rows), key=lambda row: order[row.case])
+        rows = sorted((row for part in parts for row in part.rows), key=lambda row: order[str(row.case)])
         rows += reduced_rows(plan, POOLED, pooled[name], second[name])
         per_case = {case: bins for part in parts for case, bins in part.reliability.items()}
         by_case = Results(tuple(rows))

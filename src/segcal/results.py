@@ -15,18 +15,25 @@ from segcal.errors import DataError, InputError
 from segcal.files import atomic_path
 from segcal.inference import bootstrap_interval
 
-POOLED = "(pooled)"
-_FORMAT, _VERSION = "segcal.Results", 1
+#: The case of a pooled row: no case can be named so.
+POOLED = None
+# Version 2: pooled rows have no case (they had one called "(pooled)", as a real case may be), rows count misses.
+_FORMAT, _VERSION = "segcal.Results", 2
 
 
 class Row(NamedTuple):
-    """One number: a metric in a region of a case, or of all cases pooled, and how many things it averages."""
+    """One number: a metric in a region of a case, or of all cases pooled, and how many things it averages.
 
-    case: str
+    ``case`` is None in pooled rows. ``missed`` counts the classes that are in one of prediction and labels only, for
+    metrics of surfaces, which have no distance for them (``segcal.metrics.surfaces``).
+    """
+
+    case: str | None
     region: str
     metric: str
     value: float
     count: int  # type: ignore[assignment]  # the column is named so; nobody counts in a row with tuple.count
+    missed: int = 0
 
 
 class SummaryRow(NamedTuple):
@@ -34,6 +41,7 @@ class SummaryRow(NamedTuple):
 
     ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
     its 95% bootstrap interval over cases, ``pooled`` the value of all voxels together (NaN where that has no meaning).
+    ``missed`` is the number of missed classes in all cases together.
     """
 
     region: str
@@ -44,6 +52,7 @@ class SummaryRow(NamedTuple):
     high: float
     cases: int
     undefined: int
+    missed: int
 
 
 @dataclass(frozen=True)
@@ -70,19 +79,20 @@ class Results:
     reliability: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
 
-    def value(self, metric: str, region: str = "everything", case: str = POOLED) -> float:
+    def value(self, metric: str, region: str = "everything", case: str | None = POOLED) -> float:
         """One value; pooled over all cases unless one is named."""
         for row in self.rows:
             if (row.case, row.region, row.metric) == (case, region, metric):
                 return row.value
         raise InputError(
-            f"no value of {metric!r} in {region!r} for {case!r}",
+            f"no value of {metric!r} in {region!r} for {'all cases pooled' if case is POOLED else repr(case)}",
             expected="one of " + ", ".join(sorted({f"{row.metric} in {row.region}" for row in self.rows})),
         )
 
     def values(self, metric: str, region: str = "everything") -> dict[str, float]:
         """The values of every case, by its name."""
-        return {r.case: r.value for r in self.rows if r.case != POOLED and (r.region, r.metric) == (region, metric)}
+        rows = (row for row in self.rows if (row.region, row.metric) == (region, metric))
+        return {row.case: row.value for row in rows if row.case is not POOLED}
 
     def summary(self, *, seed: int = 0) -> list[SummaryRow]:
         """Every metric in every region over all cases, in the order of the rows."""
@@ -93,7 +103,7 @@ class Results:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Everything as JSON (NaN and infinities as null and texts); also written to ``path`` where one is given."""
-        rows = [[row.case, row.region, row.metric, _encode(row.value), row.count] for row in self.rows]
+        rows = [list(row._replace(value=_encode(row.value))) for row in self.rows]  # type: ignore[arg-type]
         text = json.dumps(
             {
                 "format": _FORMAT,
@@ -119,13 +129,13 @@ class Results:
             content = json.loads(Path(path).read_text())
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
                 raise ValueError(f"format {content['format']}, version {content['version']}")
-            rows = tuple(Row(c, r, m, number(v), n) for c, r, m, v, n in content["rows"])
+            rows = tuple(Row(c, r, m, number(v), *counts) for c, r, m, v, *counts in content["rows"])
             return cls(rows, content["about"], content["reliability"], content["diagnosis"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
 
     def to_csv(self, path: str | Path) -> None:
-        """The tidy rows as CSV."""
+        """The tidy rows as CSV; pooled rows have no case."""
         text = io.StringIO(newline="")
         writer = csv.writer(text)
         writer.writerow(Row._fields)
@@ -136,16 +146,17 @@ class Results:
 
 def _summarise(region: str, metric: str, rows: Iterable[Row], seed: int) -> SummaryRow:
     pooled = math.nan
-    values = []
+    values, missed = [], 0
     for row in rows:
-        if row.case == POOLED:
+        if row.case is POOLED:
             pooled = row.value
         else:
             values.append(row.value)
+            missed += row.missed
     defined = [value for value in values if not math.isnan(value)]
     mean = math.fsum(defined) / len(defined) if defined else math.nan
     low, high = bootstrap_interval(defined, seed=seed)
-    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), len(values) - len(defined))
+    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), len(values) - len(defined), missed)
 
 
 def _encode(value: float) -> float | str | None:

@@ -13,21 +13,6 @@ QUICK = ("--repeats", "1", "--tune", "none", "--metrics", "nll,ece,ba-ece,flip",
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line as a user would; returns exit code, standard output, standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["segcal", *map(str, arguments)])
-        monkeypatch.setattr(segcal.cli.console.out, "_width", 200)
-        with pytest.raises(SystemExit) as stop:
-            segcal.cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
 def data(tmp_path):
     root = tmp_path / "study"
     write_dataset(scenes(8, size=(32, 40), plant=[Temperature(3.0)]), root)

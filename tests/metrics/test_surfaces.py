@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import warnings
 
 import numpy as np
@@ -59,7 +60,25 @@ def test_metrics_are_those_of_the_brute_force(
         image = (prediction[n].numpy(), labels[n].numpy(), valid[n].numpy())
         expected = reference.surface_metrics(*image, label, spacing, tolerance)
         np.testing.assert_allclose(found[n, label], expected, rtol=1e-12)
-    assert torch.equal(distances.counts == 0, hd95(distances).isnan())
+
+
+@settings(deadline=None, max_examples=30)
+@given(pairs())
+def test_missing_a_class_is_worse_than_any_error(
+    pair: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[float, ...]],
+) -> None:
+    """Take a class out of the prediction: no distance gets better, and the miss is marked."""
+    prediction, labels, mask, spacing = pair
+    without = torch.where(prediction == 1, 0, prediction)
+    before, after = (surface_distances(p, labels, 3, spacing=spacing, mask=mask) for p in (prediction, without))
+    labelled = ((labels == 1) & mask).flatten(1).any(1)
+    assert torch.equal(after.missed[:, 1], labelled)
+    for metric in (hd95, asd):
+        defined = labelled & ~metric(before)[:, 1].isnan()
+        assert bool((metric(after)[defined, 1] >= metric(before)[defined, 1]).all())
+        both = defined & ~before.missed[:, 1]
+        assert bool((metric(after)[both, 1] > metric(before)[both, 1]).all())
+    assert bool((surface_dice(after)[labelled, 1] == 0).all())
 
 
 @settings(deadline=None, max_examples=30)
@@ -140,15 +159,36 @@ def test_a_single_slice_is_its_image(shape: tuple[int, ...]) -> None:
 
 def test_absent_classes() -> None:
     labels, prediction = box((9, 9), (2, 2), 3), torch.zeros(1, 9, 9, dtype=torch.int64)
-    distances = surface_distances(prediction, labels, 3)
-    assert hd95(distances)[0, 1:].isposinf().tolist() == [True, False]
-    assert asd(distances)[0, 1:].isposinf().tolist() == [True, False]
+    distances = surface_distances(prediction, labels, 3, spacing=(1.0, 2.0))
+    assert distances.missed.tolist() == [[False, True, False]]
+    assert distances.absent.tolist() == [[False, False, True]]
+    chosen = {"diagonal": math.hypot(9, 18), "infinite": math.inf, "skip": math.nan, 7: 7.0, 2.5: 2.5}
+    for metric in (hd95, asd):
+        for absent, expected in chosen.items():
+            values = metric(distances, absent=absent)[0]
+            assert float(values[1]) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+            assert bool(values[2].isnan())
+            assert values[0] == metric(distances)[0, 0] < chosen["diagonal"]
     assert surface_dice(distances)[0, 1] == 0
-    for metric, perfect in ((hd95, 0), (asd, 0), (surface_dice, 1)):
-        assert bool(metric(distances)[0, 2].isnan())
-        assert metric(distances, absent="one")[0, 2] == perfect
-        assert metric(distances, absent="one")[0, 1] == metric(distances)[0, 1]
+    assert bool(surface_dice(distances)[0, 2].isnan())
+    assert surface_dice(distances, absent="one")[0].tolist() == [surface_dice(distances)[0, 0], 0, 1]
     assert distances.counts[0].tolist() == [32 + 12 + 32, 8, 0]
+
+
+def test_a_class_without_surface_is_still_missed() -> None:
+    """Valid voxels that do not reach the border: a class that fills them has no surface, but it is there."""
+    mask = torch.zeros(1, 7, 7, dtype=torch.bool)
+    mask[0, 2:5, 2:5] = True
+    ones = torch.ones(1, 7, 7, dtype=torch.int64)
+    dotted = ones.clone()
+    dotted[0, 3, 3] = 0
+    missed = surface_distances(ones * 2, ones, 3, mask=mask)
+    assert missed.missed.tolist() == [[False, True, True]]
+    assert hd95(missed)[0, 1:].tolist() == [math.hypot(7, 7)] * 2
+    assert surface_dice(missed)[0, 1:].tolist() == [0, 0]
+    nearly = surface_distances(dotted, ones, 2, mask=mask)  # Both have class 1, but only one has a surface of it.
+    assert nearly.missed.tolist() == [[True, False]]
+    assert all(bool(metric(nearly)[0, 1].isnan()) for metric in (hd95, asd, surface_dice))
 
 
 def test_no_valid_voxel_gives_nan_with_count_zero() -> None:
@@ -181,7 +221,8 @@ def test_equal_to_monai(shape: tuple[int, ...], seed: int) -> None:
     prediction[prediction == 2] = 0
     spacing = (1.0, 0.7, 2.5)[: len(shape)]
     distances = surface_distances(prediction, labels, 4, spacing=spacing)
-    found = [hd95(distances), asd(distances), surface_dice(distances, tolerance=1.5)]
+    infinite = [metric(distances, absent="infinite") for metric in (hd95, asd)]
+    found = [*infinite, surface_dice(distances, tolerance=1.5)]
     expected = monai_values(prediction, labels, spacing, 1.5)
     assert bool(expected[0][0, 2].isnan())  # Its quantile of infinities; the class is absent in the prediction.
     expected[0][0, 2] = torch.inf
@@ -214,5 +255,8 @@ def test_bad_arguments_are_named() -> None:
     distances = surface_distances(labels, labels, 2)
     with pytest.raises(InputError, match="tolerance"):
         surface_dice(distances, tolerance=-1)
-    with pytest.raises(InputError, match="absent is 'zero'"):
-        hd95(distances, absent="zero")  # type: ignore[arg-type]
+    for absent in ("zero", "one", -1, math.nan, True):
+        with pytest.raises(InputError, match=f"absent is {absent!r}.*'diagonal', 'infinite', 'skip'"):
+            hd95(distances, absent=absent)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="absent is 'skip'; expected 'nan' or 'one'"):
+        surface_dice(distances, absent="skip")  # type: ignore[arg-type]

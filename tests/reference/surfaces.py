@@ -55,12 +55,19 @@ def surface_metrics(
     spacing: tuple[float, ...],
     tolerance: float,
 ) -> tuple[float, float, float]:
-    """HD95, average symmetric surface distance and surface Dice of one class in one image ``(*spatial)``."""
+    """HD95, average symmetric surface distance and surface Dice of one class in one image ``(*spatial)``.
+
+    A class that is in one segmentation only is as far away as the image is long, corner to corner.
+    """
+    here, there = (bool(((x == label) & valid).any()) for x in (prediction, labels))
+    if here != there:
+        diagonal = sum((size * length) ** 2 for size, length in zip(labels.shape, spacing, strict=True)) ** 0.5
+        return diagonal, diagonal, 0.0
     predicted, labelled = surface(prediction, valid, label), surface(labels, valid, label)
     forth, back = distances(predicted, labelled, spacing), distances(labelled, predicted, spacing)
     total = len(forth) + len(back)
-    if total == 0:
+    if len(forth) == 0 or len(back) == 0:
         return np.nan, np.nan, np.nan
-    hausdorff = max(quantile(side, 0.95) if len(side) else np.inf for side in (forth, back))
+    hausdorff = max(quantile(side, 0.95) for side in (forth, back))
     within = sum((side <= tolerance * (1 + 1e-7)).sum() for side in (forth, back))
     return hausdorff, (forth.sum() + back.sum()) / total, within / total

@@ -84,14 +84,15 @@ def show_results(results: Results) -> None:
         table.add_column(column, justify="right")
     previous = ""
     for row in results.summary():
-        undefined = f" ({row.undefined} undefined)" if row.undefined else ""
+        notes = [f"{row.undefined} undefined"] if row.undefined else []
+        notes += [f"{row.missed} classes missed"] if row.missed else []
         table.add_row(
             row.region if row.region != previous else "",
             escape(row.metric),
             _number(row.pooled),
             _number(row.mean),
             f"{_number(row.low)} - {_number(row.high)}" if row.low == row.low else "",
-            f"{row.cases}{undefined}",
+            f"{row.cases} ({', '.join(notes)})" if notes else f"{row.cases}",
         )
         previous = row.region
     out.print(table)

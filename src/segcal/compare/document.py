@@ -9,7 +9,7 @@ from typing import Any
 from segcal.compare import summarise
 from segcal.compare.browser import write_browser
 from segcal.compare.describe import describe_metric
-from segcal.compare.facts import absent_classes, distance_unit, label_counts, part_voxels
+from segcal.compare.facts import absent_classes, distance_unit, label_counts, missed_classes, part_voxels
 from segcal.compare.measuring import Evaluation
 from segcal.compare.methods import variant_of
 from segcal.compare.recommend import RULE, Candidate, Choice, choose, mean_and_error
@@ -40,6 +40,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
     validation, test = ([run.in_order(found) for found in part] for part in (validation, test))
     shift, shift_warnings = _shift(run)
     columns = [column for column in test[0][UNCALIBRATED].columns if settings.shown(*column)]
+    warnings += missed_classes(test[0][UNCALIBRATED], columns)
     table = summarise.Table.of(test, columns)
     methods = [method.row(_parameters(run, method.key), run.failures.get(method.key)) for method in run.methods]
     document = {

@@ -10,6 +10,7 @@ import torch
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
 from segcal.compare.cache import Store, content_key
+from segcal.compare.measuring import Evaluation
 from segcal.errors import SegcalError
 from segcal.types import row_slices
 
@@ -51,6 +52,17 @@ def absent_classes(cases: CaseSet, splits: Sequence[Split], counts: Mapping[str,
             if count == 0 < everywhere[name]
         ]
     return found
+
+
+def missed_classes(uncalibrated: Evaluation, columns: Sequence[tuple[str, str]]) -> list[str]:
+    """A warning for every metric of surfaces that met classes without a distance."""
+    missed = {metric: uncalibrated.missed(metric) for metric, _ in columns}
+    return [
+        f"{metric}: {count} times a class of a test case is in the prediction or the labels only. It has no distance "
+        "and counts as 'absent' says (unless chosen, the image diagonal)."
+        for metric, count in missed.items()
+        if count
+    ]
 
 
 def class_names(cases: CaseSet) -> list[str]:

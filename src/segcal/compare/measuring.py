@@ -14,7 +14,7 @@ from segcal.compare.settings import column_name
 from segcal.errors import SegcalError
 from segcal.evaluate import evaluate_many
 from segcal.metrics import Column
-from segcal.results import POOLED, Results, number
+from segcal.results import POOLED, Results, Row, number
 from segcal.statistics import EVERYTHING
 
 
@@ -25,11 +25,15 @@ class Evaluation:
         self.document = document
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, str], dict[str, tuple[float, int]]]:
-        found: dict[tuple[str, str], dict[str, tuple[float, int]]] = {}
-        for case, region, metric, value, count in self.document["rows"]:
-            found.setdefault((metric, region), {})[case] = (number(value), count)
+    def _rows(self) -> dict[tuple[str, str], dict[str | None, tuple[float, int]]]:
+        found: dict[tuple[str, str], dict[str | None, tuple[float, int]]] = {}
+        for row in (Row(*raw) for raw in self.document["rows"]):
+            found.setdefault((row.metric, row.region), {})[row.case] = (number(row.value), row.count)
         return found
+
+    def missed(self, metric: str) -> int:
+        """Classes that a metric of surfaces found in one of prediction and labels only, in all cases together."""
+        return sum(row.missed for row in (Row(*raw) for raw in self.document["rows"]) if row.metric == metric)
 
     @property
     def columns(self) -> list[tuple[str, str]]:
@@ -39,7 +43,7 @@ class Evaluation:
     def values(self, metric: str, region: str = EVERYTHING) -> dict[str, float]:
         """The value of every case."""
         rows = self._rows[metric, region]
-        return {case: value for case, (value, _) in rows.items() if case != POOLED}
+        return {case: value for case, (value, _) in rows.items() if case is not POOLED}
 
     def pooled(self, metric: str, region: str = EVERYTHING) -> tuple[float, int]:
         """The value of all cases together and its count; NaN and 0 where that has no meaning."""
@@ -80,6 +84,7 @@ class Group(NamedTuple):
             cases=[(i, self.known[i]) for i in self.cases.ids],
             classes=(self.cases.num_classes, self.cases.ignore_index, self.cases.class_names),
             columns=[column_name(column) for column in self.columns],
+            rows=Row._fields,
             variant=self.variant,
             seed=self.seed,
         )

@@ -7,8 +7,17 @@ count as another class, and along an axis of length 1 (a single slice) there is 
 surface voxel to the nearest surface voxel of the same class in the other segmentation, in voxels or in the unit of
 ``spacing``; P holds those of the prediction's surface voxels, L those of the labels'.
 
-A class without surface in *one* of the two is infinitely far away: distances are inf and surface Dice is 0, as in
-DeepMind surface-distance and MONAI (whose Hausdorff percentile is NaN). Without surface in *both* it is undefined: NaN.
+A class with voxels in *one* of the two only is a miss, and a miss has no distance. It must not go unpunished: surface
+Dice is 0 there, and ``absent`` chooses what HD95 and ASD are:
+
+* ``"diagonal"`` (the default): the diagonal of the image, edge to edge, in the unit of the spacing; a bit more than any
+  distance in the image, so missing a class is worse than any error.
+* ``"infinite"``: inf, as in DeepMind surface-distance and MONAI (whose Hausdorff percentile is NaN).
+* ``"skip"``: NaN, which means leave out. A prediction is then better off missing a class than getting it wrong.
+* a number: that length.
+
+A class in *neither* is undefined, NaN, and so is one in both that has a surface in one of them only (a class that fills
+all valid voxels has none where these do not reach the image border).
 
 Finding surfaces and distances is the expensive thing: ``surface_distances`` does it once, all else reduces it.
 """
@@ -31,6 +40,7 @@ from segcal.metrics.measure import Measure
 from segcal.regions import checked_spacing, label_boundary, valid_voxels
 
 Absent = Literal["nan", "one"]
+Miss = Literal["diagonal", "infinite", "skip"] | float
 Distances = NDArray[np.float64]
 
 
@@ -41,23 +51,31 @@ class SurfaceDistances:
     Attributes:
         prediction_to_labels: For every predicted surface voxel its distance to the labelled surface (P).
         labels_to_prediction: For every labelled surface voxel its distance to the predicted surface (L).
-        device: Where the reductions put their results.
+        missed: ``(N, C)`` bool, True where the class has voxels in one of the two segmentations only.
+        absent: ``(N, C)`` bool, True where it has none in both.
+        diagonal: Of the image, in the unit of the distances.
     """
 
     prediction_to_labels: list[list[Distances]]
     labels_to_prediction: list[list[Distances]]
-    device: torch.device
+    missed: Tensor
+    absent: Tensor
+    diagonal: float
 
     @property
     def counts(self) -> Tensor:
-        """``(N, C)`` int64: surface voxels in both segmentations together; 0 where every metric is NaN."""
-        return self._reduce(lambda p, q: p.size + q.size, 0).long()
+        """``(N, C)`` int64: surface voxels in both segmentations together."""
+        return self._each(lambda p, q: p.size + q.size).long()
 
-    def _reduce(self, metric: Callable[[Distances, Distances], float], undefined: float) -> Tensor:
-        """``(N, C)`` float64 of a function of P and L, ``undefined`` where both are empty."""
+    def _reduce(self, metric: Callable[[Distances, Distances], float], *, missed: float, absent: float) -> Tensor:
+        """``(N, C)`` float64 of a function of P and L, NaN where one of them is empty."""
+        values = self._each(lambda p, q: metric(p, q) if p.size and q.size else math.nan)
+        return values.masked_fill_(self.missed, missed).masked_fill_(self.absent, absent)
+
+    def _each(self, function: Callable[[Distances, Distances], float]) -> Tensor:
         images = zip(self.prediction_to_labels, self.labels_to_prediction, strict=True)
-        values = [[metric(p, q) if p.size or q.size else undefined for p, q in zip(*n, strict=True)] for n in images]
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+        values = [[function(p, q) for p, q in zip(*n, strict=True)] for n in images]
+        return torch.tensor(values, dtype=torch.float64, device=self.missed.device)
 
 
 def surface_distances(
@@ -106,10 +124,12 @@ def surface_distances(
         q, q_shared = _points_by_class(labels[n], labelled[n], shared[n], num_classes, lengths)
         forth.append([_nearest(p[c], p_shared[c], q[c]) for c in range(num_classes)])
         back.append([_nearest(q[c], q_shared[c], p[c]) for c in range(num_classes)])
-    return SurfaceDistances(forth, back, labels.device)
+    here, there = _present(prediction, valid, num_classes), _present(labels, valid, num_classes)
+    diagonal = math.hypot(*(size * length for size, length in zip(labels.shape[1:], lengths, strict=True)))
+    return SurfaceDistances(forth, back, here ^ there, ~(here | there), diagonal)
 
 
-def hd95(distances: SurfaceDistances, *, absent: Absent = "nan") -> Tensor:
+def hd95(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
     """Hausdorff distance at the 95th percentile, ``(N, C)`` float64: ``max(quantile(P, 0.95), quantile(L, 0.95))``.
 
     The larger of the two directed percentiles (MONAI, DeepMind, Metrics Reloaded), not the percentile of both together
@@ -117,17 +137,21 @@ def hd95(distances: SurfaceDistances, *, absent: Absent = "nan") -> Tensor:
 
     Args:
         distances: From ``surface_distances``.
-        absent: A class without surface in both segmentations is NaN, or with ``"one"`` a perfect score: 0.
+        absent: The value of a class that is in one segmentation only: ``"diagonal"``, ``"infinite"``, ``"skip"`` or a
+            number; see above. A class in neither is NaN.
 
     Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
         >>> hd95(surface_distances(labels.roll(1, 1), labels, 3))
         tensor([[0.9000, 0.9500,    nan]], dtype=torch.float64)
     """
-    return distances._reduce(lambda p, q: max(_percentile95(p), _percentile95(q)), _undefined(absent, perfect=0))
+    missed = _miss(absent, distances.diagonal)
+    return distances._reduce(
+        lambda p, q: float(max(np.quantile(p, 0.95), np.quantile(q, 0.95))), missed=missed, absent=math.nan
+    )
 
 
-def asd(distances: SurfaceDistances, *, absent: Absent = "nan") -> Tensor:
+def asd(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
     """Average symmetric surface distance, ``(N, C)`` float64: ``(sum(P) + sum(L)) / (|P| + |L|)``.
 
     One mean over all surface voxels of both segmentations (ASSD of Heimann et al., "Comparison and evaluation of
@@ -135,14 +159,16 @@ def asd(distances: SurfaceDistances, *, absent: Absent = "nan") -> Tensor:
 
     Args:
         distances: From ``surface_distances``.
-        absent: A class without surface in both segmentations is NaN, or with ``"one"`` a perfect score: 0.
+        absent: The value of a class that is in one segmentation only: ``"diagonal"``, ``"infinite"``, ``"skip"`` or a
+            number; see above. A class in neither is NaN.
 
     Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
         >>> asd(surface_distances(labels.roll(1, 1), labels, 3))
         tensor([[0.3333, 0.5000,    nan]], dtype=torch.float64)
     """
-    return distances._reduce(lambda p, q: (p.sum() + q.sum()) / (p.size + q.size), _undefined(absent, perfect=0))
+    missed = _miss(absent, distances.diagonal)
+    return distances._reduce(lambda p, q: (p.sum() + q.sum()) / (p.size + q.size), missed=missed, absent=math.nan)
 
 
 def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent: Absent = "nan") -> Tensor:
@@ -154,13 +180,15 @@ def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent:
     Args:
         distances: From ``surface_distances``.
         tolerance: Largest distance that counts as agreement: voxels, or the unit of the spacing.
-        absent: A class without surface in both segmentations is NaN, or with ``"one"`` a perfect score: 1.
+        absent: A class in neither segmentation is NaN, or with ``"one"`` a perfect score: 1.
 
     Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
         >>> surface_dice(surface_distances(labels.roll(1, 1), labels, 3), tolerance=0.0)
         tensor([[0.6667, 0.5000,    nan]], dtype=torch.float64)
     """
+    if absent not in ("nan", "one"):
+        raise InputError(f"absent is {absent!r}", expected="'nan' or 'one'")
     if not tolerance >= 0:
         raise InputError(f"tolerance is {tolerance}", expected="a length of 0 or more")
     # Compared in float32, so that 3 voxels of 0.1 mm are within 0.3 mm although their float64 product is just above.
@@ -170,22 +198,18 @@ def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent:
         within = sum(int((x.astype(np.float32) <= limit).sum()) for x in (p, q))
         return within / (p.size + q.size)
 
-    return distances._reduce(share, _undefined(absent, perfect=1))
+    return distances._reduce(share, missed=0.0, absent=1.0 if absent == "one" else math.nan)
 
 
 def class_mean(values: Tensor) -> Measure:
-    """The mean over images and classes but the background, of the ``(N, C)`` values that are finite.
-
-    Distances are infinite where a class is in one segmentation only, and one such class would hide all others: they are
-    left out, and ``count`` says how many classes remain. Surface Dice is 0 there and stays in.
+    """The mean over images and classes but the background, of the ``(N, C)`` values that are defined.
 
     Examples:
-        >>> values = torch.tensor([[9.0, 1.0, torch.inf, 2.0, torch.nan]])
+        >>> values = torch.tensor([[9.0, 1.0, 2.0, torch.nan]])
         >>> class_mean(values), class_mean(values).count
         (1.5, 2)
     """
-    foreground = values[:, 1:]
-    return Measure.mean(foreground[foreground.isfinite()].tolist())
+    return Measure.mean(values[:, 1:].flatten().tolist())
 
 
 def _surface(segmentation: Tensor, valid: Tensor) -> Tensor:
@@ -220,17 +244,22 @@ def _nearest(points: Distances, shared: NDArray[np.bool_], targets: Distances) -
     return distance
 
 
-def _percentile95(distances: Distances) -> float:
-    if not distances.size:
-        return math.inf
-    # All are infinite or none; inf - inf in the interpolation would make NaN.
-    return float(np.quantile(distances, 0.95)) if math.isfinite(distances[0]) else math.inf
+def _present(segmentation: Tensor, valid: Tensor, num_classes: int) -> Tensor:
+    """``(N, C)`` bool: whether the class has a valid voxel in the image."""
+    counts = [
+        torch.bincount(image[kept], minlength=num_classes) for image, kept in zip(segmentation, valid, strict=True)
+    ]
+    return torch.stack(counts) > 0
 
 
-def _undefined(absent: Absent, *, perfect: float) -> float:
-    if absent not in ("nan", "one"):
-        raise InputError(f"absent is {absent!r}", expected="'nan' or 'one'")
-    return perfect if absent == "one" else math.nan
+def _miss(absent: Miss, diagonal: float) -> float:
+    """The distance of a class that is in one segmentation only."""
+    chosen = {"diagonal": diagonal, "infinite": math.inf, "skip": math.nan}
+    if isinstance(absent, str) and absent in chosen:
+        return chosen[absent]
+    if isinstance(absent, int | float) and not isinstance(absent, bool) and absent >= 0:
+        return float(absent)
+    raise InputError(f"absent is {absent!r}", expected="'diagonal', 'infinite', 'skip' or a length of 0 or more")
 
 
 def _check_classes(segmentation: Tensor, valid: Tensor, num_classes: int, name: str) -> None:
