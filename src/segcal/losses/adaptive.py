@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import InputError
 from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, check_patch, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.combine import Base, PenaltyOptions, penalised
 from segcal.losses.lagrangian import Multipliers
 from segcal.losses.patches import label_codes, patch_counts
 from segcal.losses.voxelwise import Part, Terms
@@ -138,27 +139,12 @@ class CRaC(Loss):
     """
 
     id = "crac"
+    function = staticmethod(crac)
 
     def __init__(
-        self,
-        num_classes: int,
-        margin: float = 1.0,
-        *,
-        patch: int = 3,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
+        self, num_classes: int, margin: float = 1.0, *, patch: int = 3, **options: Unpack[PenaltyOptions]
     ) -> None:
-        super().__init__(
-            crac,
-            margin=margin,
-            patch=patch,
-            base=base,
-            class_weights=class_weights,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
+        super().__init__(margin=margin, patch=patch, **options)
         self.multipliers = Multipliers(num_classes)
 
     def _arguments(self) -> tuple[Tensor, ...]:

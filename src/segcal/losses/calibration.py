@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import InputError
-from segcal.losses.base import Loss
+from segcal.losses.base import Loss, Options
 from segcal.losses.checks import Batch, ClassWeights, check_choice, check_number, prepare
 from segcal.losses.combine import Base, penalised
 from segcal.losses.voxelwise import correct_voxels
@@ -137,19 +138,12 @@ class MMCE(Loss):
     """
 
     id = "mmce"
+    function = staticmethod(mmce)
 
     def __init__(
-        self,
-        weight: float = 1.0,
-        *,
-        width: float = 0.4,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
+        self, weight: float = 1.0, *, width: float = 0.4, base: Base = "ce", **options: Unpack[Options]
     ) -> None:
-        super().__init__(
-            mmce, weight=weight, width=width, base=base, class_weights=class_weights, ignore_index=ignore_index
-        )
+        super().__init__(weight=weight, width=width, base=base, **options)
 
 
 class ML1ACE(Loss):
@@ -161,6 +155,7 @@ class ML1ACE(Loss):
     """
 
     id = "ml1-ace"
+    function = staticmethod(ml1_ace)
 
     def __init__(
         self,
@@ -169,15 +164,6 @@ class ML1ACE(Loss):
         *,
         num_bins: int = 20,
         base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            ml1_ace,
-            weight=weight,
-            bins=bins,
-            num_bins=num_bins,
-            base=base,
-            class_weights=class_weights,
-            ignore_index=ignore_index,
-        )
+        super().__init__(weight=weight, bins=bins, num_bins=num_bins, base=base, **options)

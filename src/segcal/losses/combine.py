@@ -14,10 +14,17 @@ from typing import Literal
 from torch import Tensor, nn
 
 from segcal.errors import InputError
+from segcal.losses.base import VoxelOptions
 from segcal.losses.checks import Batch, ClassWeights, Reduction
 from segcal.losses.voxelwise import Part, cross_entropy_part, voxel_loss
 
 Base = Literal["ce"] | Callable[[Tensor, Tensor], Tensor] | None
+
+
+class PenaltyOptions(VoxelOptions, total=False):
+    """What penalised losses take."""
+
+    base: Base
 
 
 def penalised(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import InputError
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_choice, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.combine import Base, PenaltyOptions, penalised
 
 REACH = 10
 FLOOR = 0.01
@@ -111,16 +112,7 @@ class BWCR(Loss):
     """
 
     id = "bwcr"
+    function = staticmethod(bwcr)
 
-    def __init__(
-        self,
-        weight: float = 1.0,
-        *,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            bwcr, weight=weight, base=base, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
-        )
+    def __init__(self, weight: float = 1.0, **options: Unpack[PenaltyOptions]) -> None:
+        super().__init__(weight=weight, **options)

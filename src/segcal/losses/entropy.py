@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from segcal.losses.base import Loss
+from segcal.losses.base import Loss, VoxelOptions
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, class_weight_tensor, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.combine import Base, PenaltyOptions, penalised
 from segcal.losses.voxelwise import Part, Terms, correct_voxels, label_weights, softmax, voxel_loss
 
 
@@ -180,18 +181,10 @@ class Focal(Loss):
     """
 
     id = "focal"
+    function = staticmethod(focal)
 
-    def __init__(
-        self,
-        gamma: float = 3.0,
-        *,
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            focal, gamma=gamma, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
-        )
+    def __init__(self, gamma: float = 3.0, **options: Unpack[VoxelOptions]) -> None:
+        super().__init__(gamma=gamma, **options)
 
 
 class LabelSmoothing(Loss):
@@ -203,18 +196,10 @@ class LabelSmoothing(Loss):
     """
 
     id = "ls"
+    function = staticmethod(label_smoothing)
 
-    def __init__(
-        self,
-        alpha: float = 0.1,
-        *,
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            label_smoothing, alpha=alpha, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
-        )
+    def __init__(self, alpha: float = 0.1, **options: Unpack[VoxelOptions]) -> None:
+        super().__init__(alpha=alpha, **options)
 
 
 class ECP(Loss):
@@ -226,19 +211,10 @@ class ECP(Loss):
     """
 
     id = "ecp"
+    function = staticmethod(ecp)
 
-    def __init__(
-        self,
-        weight: float = 0.1,
-        *,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            ecp, weight=weight, base=base, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
-        )
+    def __init__(self, weight: float = 0.1, **options: Unpack[PenaltyOptions]) -> None:
+        super().__init__(weight=weight, **options)
 
 
 class MEEP(Loss):
@@ -250,16 +226,7 @@ class MEEP(Loss):
     """
 
     id = "meep"
+    function = staticmethod(meep)
 
-    def __init__(
-        self,
-        weight: float = 1.0,
-        *,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            meep, weight=weight, base=base, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
-        )
+    def __init__(self, weight: float = 1.0, **options: Unpack[PenaltyOptions]) -> None:
+        super().__init__(weight=weight, **options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
+from typing_extensions import Unpack
 
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.combine import Base, PenaltyOptions, penalised
 from segcal.losses.voxelwise import Part, Terms
 
 
@@ -60,23 +61,7 @@ class MbLS(Loss):
     """
 
     id = "mbls"
+    function = staticmethod(mbls)
 
-    def __init__(
-        self,
-        weight: float = 0.1,
-        margin: float = 10.0,
-        *,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            mbls,
-            weight=weight,
-            margin=margin,
-            base=base,
-            class_weights=class_weights,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
+    def __init__(self, weight: float = 0.1, margin: float = 10.0, **options: Unpack[PenaltyOptions]) -> None:
+        super().__init__(weight=weight, margin=margin, **options)

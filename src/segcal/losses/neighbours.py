@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from segcal.losses.base import Loss
+from segcal.losses.base import Loss, VoxelOptions
 from segcal.losses.checks import (
     Batch,
     ClassWeights,
@@ -18,7 +19,7 @@ from segcal.losses.checks import (
     class_weight_tensor,
     prepare,
 )
-from segcal.losses.combine import Base, penalised
+from segcal.losses.combine import Base, PenaltyOptions, penalised
 from segcal.losses.patches import Prior, class_planes, gaussian_weights, label_prior
 from segcal.losses.voxelwise import Part, Terms, label_weights, softmax, voxel_loss
 
@@ -158,24 +159,10 @@ class SVLS(Loss):
     """
 
     id = "svls"
+    function = staticmethod(svls)
 
-    def __init__(
-        self,
-        sigma: float = 2.0,
-        share: float = 0.5,
-        *,
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            svls,
-            sigma=sigma,
-            share=share,
-            class_weights=class_weights,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
+    def __init__(self, sigma: float = 2.0, share: float = 0.5, **options: Unpack[VoxelOptions]) -> None:
+        super().__init__(sigma=sigma, share=share, **options)
 
 
 class NACL(Loss):
@@ -188,6 +175,7 @@ class NACL(Loss):
     """
 
     id = "nacl"
+    function = staticmethod(nacl)
 
     def __init__(
         self,
@@ -198,21 +186,6 @@ class NACL(Loss):
         penalty: Penalty = "l1",
         on: On = "logits",
         sigma: float = 2.0,
-        base: Base = "ce",
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
+        **options: Unpack[PenaltyOptions],
     ) -> None:
-        super().__init__(
-            nacl,
-            weight=weight,
-            prior=prior,
-            patch=patch,
-            penalty=penalty,
-            on=on,
-            sigma=sigma,
-            base=base,
-            class_weights=class_weights,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
+        super().__init__(weight=weight, prior=prior, patch=patch, penalty=penalty, on=on, sigma=sigma, **options)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from segcal.losses.base import Loss
+from segcal.losses.base import Loss, Options, VoxelOptions
 from segcal.losses.checks import (
     Batch,
     ClassWeights,
@@ -95,18 +96,10 @@ class Dice(Loss):
     """
 
     id = "dice"
+    function = staticmethod(dice)
 
-    def __init__(
-        self,
-        smooth: float = 1.0,
-        *,
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(
-            dice, smooth=smooth, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction
-        )
+    def __init__(self, smooth: float = 1.0, **options: Unpack[VoxelOptions]) -> None:
+        super().__init__(smooth=smooth, **options)
 
 
 class CrossEntropyDice(Loss):
@@ -118,8 +111,7 @@ class CrossEntropyDice(Loss):
     """
 
     id = "ce-dice"
+    function = staticmethod(cross_entropy_dice)
 
-    def __init__(
-        self, smooth: float = 1.0, *, class_weights: ClassWeights | None = None, ignore_index: int = 255
-    ) -> None:
-        super().__init__(cross_entropy_dice, smooth=smooth, class_weights=class_weights, ignore_index=ignore_index)
+    def __init__(self, smooth: float = 1.0, **options: Unpack[Options]) -> None:
+        super().__init__(smooth=smooth, **options)

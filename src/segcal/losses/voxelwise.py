@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from typing_extensions import Unpack
 
-from segcal.losses.base import Loss
+from segcal.losses.base import Loss, VoxelOptions
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_choice, class_weight_tensor, prepare
 
 # Logits in a piece of a batch on the CPU: up to 4 MB of float32.
@@ -257,12 +258,7 @@ class CrossEntropy(Loss):
     """
 
     id = "ce"
+    function = staticmethod(cross_entropy)
 
-    def __init__(
-        self,
-        *,
-        class_weights: ClassWeights | None = None,
-        ignore_index: int = 255,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(cross_entropy, class_weights=class_weights, ignore_index=ignore_index, reduction=reduction)
+    def __init__(self, **options: Unpack[VoxelOptions]) -> None:
+        super().__init__(**options)

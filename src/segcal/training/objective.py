@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from segcal.losses import BWCR, LOSSES, CombinedLoss, CRaC
 from segcal.training.config import LossSpec, nearest
 
 # What the dataset and the trainer say.
-_GIVEN = ("ignore_index", "num_classes", "reduction")
+_GIVEN = ("ignore_index", "reduction")
 
 
 def build_loss(specs: tuple[LossSpec, ...], classes: int, ignore_index: int) -> nn.Module:
@@ -40,7 +39,7 @@ def views(loss: nn.Module) -> int:
 
 def _build(spec: LossSpec, classes: int, ignore_index: int) -> nn.Module:
     cls = LOSSES[spec.id]
-    known = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", *_GIVEN)]
+    known = [name for name in cls.defaults() if name not in _GIVEN]
     options: dict[str, Any] = dict(spec.options)
     for name in options:
         if name not in known:
