@@ -5,19 +5,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from segcal.case_scores import AnyCalibrator, as_calibrator, case_scores
-from segcal.errors import InputError
 from segcal.kernels import AffineMap
-from segcal.metrics import Column, Measure, MetricSpec, SecondPass, second_pass
+from segcal.metrics import Aggregation, Measure, SecondPass, second_pass
 from segcal.metrics.surfaces import class_mean, surface_distances
 from segcal.plan import LOCAL, Plan, metric_spec
 from segcal.regions import CaseRegions, Window
-from segcal.results import Row
+from segcal.results import POOLED, Row
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.threads import torch_threads
 from segcal.types import Case, row_slices
@@ -149,7 +148,7 @@ def measure_case(
     for window, logits in windows(views):
         for name, view in views.items():
             view.add_to(statistics[name], window, logits)
-    second = {name: second_passes(plan, own) for name, own in statistics.items()}
+    second = {name: second_passes(plan, own, "per-image") for name, own in statistics.items()}
     if any(second.values()):
         add_case_again(views, second)
     return {
@@ -165,11 +164,11 @@ def measure_case(
     }
 
 
-def second_passes(plan: Plan, statistics: VoxelStatistics) -> SecondPasses:
+def second_passes(plan: Plan, statistics: VoxelStatistics, how: Aggregation) -> SecondPasses:
     """Empty second passes for the columns that need one, where the plan wants exact values."""
     found = {
         number: second_pass(column.metric, statistics, column.region, column.options)
-        for number, column in enumerate(plan.columns if plan.exact else ())
+        for number, column in (plan.columns_of(how) if plan.exact else ())
         if column.region != LOCAL
     }
     return {number: one for number, one in found.items() if one is not None}
@@ -191,12 +190,12 @@ def windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tenso
 def reduced_rows(plan: Plan, case: str | None, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
     """All metrics that are reductions of the statistics."""
     rows = []
-    for number, column in enumerate(plan.columns):
+    for number, column in plan.columns_of("pooled" if case is POOLED else "per-image"):
         spec = metric_spec(column.metric)
         if column.region != LOCAL and "surfaces" not in spec.needs:
             exact = {"exact": second[number]} if number in second else {}
-            value = _compute(spec, statistics, column.options, region=column.region, **exact)
-            rows.append(Row(case, column.region, column_name(column), float(value), value.count))
+            value = spec.function(statistics, region=column.region, **column.options, **exact)
+            rows.append(Row(case, column.region, column.id, float(value), value.count))
     return rows
 
 
@@ -215,13 +214,13 @@ def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
             if plan.exact and (one := second_pass(column.metric, statistics, EVERYTHING, column.options)):
                 view.add_again({0: one}, part.window, logits)
                 exact = {"exact": one}
-            found.append(_compute(metric_spec(column.metric), statistics, column.options, **exact))
+            found.append(metric_spec(column.metric).function(statistics, **column.options, **exact))
     rows = []
     for column, found in zip(columns, values, strict=True):
         mean = Measure.mean(found)
         largest = max((value for value in found if value == value), default=float("nan"))
-        rows.append(Row(voxels.case.id, "local-mean", column_name(column), float(mean), mean.count))
-        rows.append(Row(voxels.case.id, "local-max", column_name(column), float(largest), mean.count))
+        rows.append(Row(voxels.case.id, "local-mean", column.id, float(mean), mean.count))
+        rows.append(Row(voxels.case.id, "local-max", column.id, float(largest), mean.count))
     return rows
 
 
@@ -243,22 +242,7 @@ def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
     for column in plan.columns:
         spec = metric_spec(column.metric)
         if "surfaces" in spec.needs:
-            value = class_mean(_compute(spec, distances, column.options))
+            value = class_mean(spec.function(distances, **column.options))
             missed = int(distances.missed[:, 1:].sum())
-            rows.append(Row(case.id, EVERYTHING, column_name(column), float(value), value.count, missed))
+            rows.append(Row(case.id, EVERYTHING, column.id, float(value), value.count, missed))
     return rows
-
-
-def _compute(spec: MetricSpec, data: Any, options: Mapping[str, Any], **more: Any) -> Any:
-    try:
-        return spec.function(data, **options, **more)
-    except TypeError as error:
-        raise InputError(
-            f"options {dict(options)} of '{spec.id}': {error}", expected="options the metric has"
-        ) from None
-
-
-def column_name(column: Column) -> str:
-    """The metric with its options, as users write it: ``ece[num_bins=50]``."""
-    options = ",".join(f"{name}={value}" for name, value in sorted(column.options.items()))
-    return f"{column.metric}[{options}]" if options else column.metric

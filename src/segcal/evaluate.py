@@ -17,7 +17,6 @@ from segcal.case_measures import (
     SecondPasses,
     add_case_again,
     case_views,
-    column_name,
     measure_case,
     reduced_rows,
     second_passes,
@@ -25,7 +24,7 @@ from segcal.case_measures import (
 from segcal.case_scores import AnyCalibrator
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.metrics import Column, reliability
+from segcal.metrics import Column, confidence_balance, free_energy_std, reliability
 from segcal.metrics.diagnosis import diagnose
 from segcal.plan import DEFAULT_BINS, Plan
 from segcal.results import POOLED, Results, Row
@@ -114,7 +113,7 @@ def evaluate_many(
     shares = run.over_cases(_first_share)
     found: dict[str, Results] = {}
     pooled = {name: _merged([share[name].pooled for share in shares]) for name in calibrators}
-    second = {name: second_passes(plan, own) for name, own in pooled.items()}
+    second = {name: second_passes(plan, own, "pooled") for name, own in pooled.items()}
     if any(second.values()):
         for share in run.over_cases(_second_share, second):
             for name, passes in share.items():
@@ -126,15 +125,14 @@ def evaluate_many(
         rows = sorted((row for part in parts for row in part.rows), key=lambda row: order[str(row.case)])
         rows += reduced_rows(plan, POOLED, pooled[name], second[name])
         per_case = {case: bins for part in parts for case, bins in part.reliability.items()}
-        by_case = Results(tuple(rows))
         found[name] = Results(
             rows=tuple(rows),
             about=_about(plan, cases, calibrator),
             reliability=_reliability(pooled[name], per_case),
             diagnosis=diagnose(
                 pooled[name],
-                balances=by_case.values("confidence-balance"),
-                spreads=by_case.values("free-energy-std"),
+                balances=[value for part in parts for value in part.balances],
+                spreads=[value for part in parts for value in part.spreads],
                 class_names=cases.class_names,
             ),
         )
@@ -167,6 +165,8 @@ class _Share(NamedTuple):
     """What some cases gave through one calibrator."""
 
     rows: list[Row]
+    balances: list[float]
+    spreads: list[float]
     reliability: dict[str, dict[str, Any]]  # case, region
     pooled: VoxelStatistics
 
@@ -174,7 +174,7 @@ class _Share(NamedTuple):
 def _first_share(
     plan: Plan, cases: CaseSet, calibrators: _Calibrators, progress: Progress = lambda case: None
 ) -> dict[str, _Share]:
-    found = {name: _Share([], {}, plan.statistics(cases.num_classes)) for name in calibrators}
+    found = {name: _Share([], [], [], {}, plan.statistics(cases.num_classes)) for name in calibrators}
     for case in cases:
         progress(case.id)
         with _at(case) as threads:
@@ -182,6 +182,8 @@ def _first_share(
         for name, result in results.items():
             share, statistics = found[name], result.statistics
             share.rows.extend(result.rows)
+            share.balances.append(confidence_balance(statistics))
+            share.spreads.append(free_energy_std(statistics))
             share.reliability[case.id] = {region: _bins(statistics, region) for region in (EVERYTHING, *plan.regions)}
             share.pooled.merge(statistics)
         del case  # Otherwise it would live on while the next one is awaited.
@@ -246,7 +248,8 @@ def _about(plan: Plan, cases: CaseSet, calibrator: AnyCalibrator) -> dict[str, A
         "class_names": list(cases.class_names) if cases.class_names else None,
         "ignore_index": cases.ignore_index,
         "calibrator": None if calibrator is None else getattr(calibrator, "id", type(calibrator).__name__),
-        "columns": [f"{column_name(column)} in {column.region}" for column in plan.columns],
+        "columns": [f"{column.id} in {column.region}" for column in plan.columns],
+        "bins": DEFAULT_BINS,
         "exact": plan.exact,
         "seed": plan.seed,
         "versions": dict(versions()),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.metrics import METRICS, Column, MetricSpec
+from segcal.metrics import METRICS, Aggregation, Column, MetricSpec, check_options, options_of
 from segcal.metrics.calibration import BANDS
 from segcal.regions import REGIONS
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -48,14 +48,15 @@ class Plan:
             columns += [Column(id, region, options=o) for id, o in parsed if "surfaces" not in metric_spec(id).needs]
         # Surfaces belong to a case as a whole.
         columns += [Column(id, options=o) for id, o in parsed if "surfaces" in metric_spec(id).needs]
-        # The diagnosis needs these, whatever else was asked for.
-        have = {(column.metric, column.region) for column in columns}
-        columns += [Column(id) for id in ("confidence-balance", "free-energy-std") if (id, EVERYTHING) not in have]
-        for column in columns:
-            metric_spec(column.metric)
-            if column.region not in REGIONS and column.region not in masks:
-                raise InputError(f"region is {column.region!r}", expected=f"one of {', '.join((*REGIONS, *masks))}")
-        return cls(tuple(columns), masks, seed, exact)
+        columns = [_checked(column, (*REGIONS, *masks)) for column in columns]
+        if not columns:
+            raise InputError("nothing was asked for", expected="at least one metric in at least one region")
+        different = {(column.id, column.region, column.aggregation): column for column in columns}
+        return cls(tuple(different.values()), masks, seed, exact)
+
+    def columns_of(self, how: Aggregation) -> list[tuple[int, Column]]:
+        """The columns that want values of every image, or the pooled one, with their numbers."""
+        return [(n, column) for n, column in enumerate(self.columns) if column.aggregation in (None, how)]
 
     @property
     def needs(self) -> set[str]:
@@ -70,31 +71,50 @@ class Plan:
 
     def statistics(self, num_classes: int, threads: int | None = None) -> VoxelStatistics:
         """Empty statistics that hold all of it; classes included, for the reliability data."""
-        bins = {int(column.options.get("num_bins", DEFAULT_BINS)) for column in self.columns}
-        return VoxelStatistics(num_classes, sorted({DEFAULT_BINS, *bins}), regions=self.regions, threads=threads)
+        bins = {column.options["num_bins"] for column in self.columns if "num_bins" in column.options}
+        thresholds = {column.options["threshold"] for column in self.columns if "threshold" in column.options}
+        return VoxelStatistics(
+            num_classes,
+            sorted({DEFAULT_BINS, *bins}),
+            regions=self.regions,
+            thresholds=sorted(thresholds),
+            threads=threads,
+        )
 
 
 def parse_metric(text: str) -> tuple[str, dict[str, Any]]:
-    """``"ece[num_bins=50]"`` to an id and options.
+    """``"ece[num_bins=50]"`` to an id and options, all of them checked.
 
     Examples:
         >>> parse_metric("tace[num_bins=15,binning=width]")
         ('tace', {'num_bins': 15, 'binning': 'width'})
     """
-    match = re.fullmatch(r"\s*([\w-]+)(?:\[([^\]]*)\])?\s*", text)
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\[([^\[\]]*)\])?\s*", text)
     if match is None:
         raise InputError(f"metric is {text!r}", expected="an id, or id[option=value,...]")
-    pairs = (item.partition("=") for item in (match[2] or "").split(",") if item)
-    return match[1], {name.strip(): _literal(value.strip()) for name, _, value in pairs}
+    spec, options = metric_spec(match[1]), {}
+    for item in [] if match[2] is None else match[2].split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not (name and equals and value) or name in options:
+            raise InputError(
+                f"metric is {text.strip()!r}",
+                expected=f"{spec.id}[option=value,...], each option once",
+                fix=f"the options of {spec.id} are {', '.join(options_of(spec.function)) or 'none'}",
+            )
+        options[name] = value
+    return spec.id, check_options(spec, options)
 
 
-def _literal(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False}.get(text.lower(), text)
+def _checked(column: Column, regions: Sequence[str]) -> Column:
+    spec = metric_spec(column.metric)
+    if column.region not in regions:
+        raise InputError(f"region is {column.region!r}", expected=f"one of {', '.join(regions)}")
+    whole = "surfaces" in spec.needs
+    if whole and column.region != EVERYTHING:
+        raise InputError(f"metric '{spec.id}' in region '{column.region}'", expected="surfaces of whole cases")
+    if column.aggregation == "pooled" and (whole or column.region == LOCAL):
+        raise InputError(f"metric '{spec.id}' in region '{column.region}', pooled", expected="a value for every image")
+    return replace(column, options=check_options(spec, column.options))
 
 
 def metric_spec(id: str) -> MetricSpec:

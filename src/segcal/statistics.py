@@ -20,6 +20,7 @@ from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
 
 EVERYTHING = "everything"
+TACE_THRESHOLD = 1e-3  # of Nixon et al. 2019
 _FORMAT, _VERSION = "segcal.VoxelStatistics", 1
 _MAX_REGIONS = 16  # so that a table of all combinations is small
 _MAX_ATOMS = 256  # a slot is a uint8
@@ -48,7 +49,8 @@ class VoxelStatistics:
         regions: Names of the regions ``update`` is told of; ``everything`` is always there.
         classwise: False leaves the per-class histograms out, which is faster; ``sce``, ``cece``, ``ace-adaptive`` and
             ``tace`` then have nothing to work on.
-        threshold: The lowest class-probability bin is ``(0, threshold]``; ``tace`` leaves it out.
+        threshold: Class probabilities up to this are what ``tace`` leaves out, unless it is told another threshold.
+        thresholds: Those others. The lowest class-probability bin ends at the lowest of all.
         backend: ``auto``, ``reference`` or ``numba``; see ``segcal.kernels.tally``.
         threads: Threads of the numba kernel; None means as many as torch uses.
 
@@ -68,7 +70,8 @@ class VoxelStatistics:
         *,
         regions: Sequence[str] = (),
         classwise: bool = True,
-        threshold: float = 1e-3,
+        threshold: float = TACE_THRESHOLD,
+        thresholds: Sequence[float] = (),
         backend: Backend = "auto",
         threads: int | None = None,
     ) -> None:
@@ -78,8 +81,9 @@ class VoxelStatistics:
                 expected="at least 2",
                 fix="turn a sigmoid output into two classes (segcal.scores.multilabel_view)",
             )
-        if not 0 < threshold < 1:
-            raise InputError(f"threshold is {threshold}", expected="a probability between 0 and 1")
+        for value in (threshold, *thresholds):
+            if not 0 < value < 1:
+                raise InputError(f"threshold is {value}", expected="a probability between 0 and 1")
         names = tuple(name for name in regions if name != EVERYTHING)
         if len(set(names)) < len(names) or len(names) > _MAX_REGIONS:
             raise InputError(f"regions are {names}", expected=f"at most {_MAX_REGIONS} different names")
@@ -87,9 +91,10 @@ class VoxelStatistics:
         self.bins = tuple(bins)
         self.regions = names
         self.threshold = float(threshold)
+        self.thresholds = tuple(float(value) for value in thresholds)
         self.backend = backend
         self.threads = threads
-        self.class_grid = BinGrid.classwise(self.bins, self.threshold) if classwise else None
+        self.class_grid = BinGrid.classwise(self.bins, (self.threshold, *self.thresholds)) if classwise else None
         self.top_grid = BinGrid.top_label(self.bins, self.class_grid)
         self._layout = Layout((), 0.0)
         self._tally = self._zeros(0)
@@ -259,6 +264,7 @@ class VoxelStatistics:
             "regions": self.regions,
             "classwise": self.class_grid is not None,
             "threshold": self.threshold,
+            "thresholds": self.thresholds,
         }
 
     def _zeros(self, atoms: int) -> Tally:

@@ -18,7 +18,7 @@ def lookup(grid, p):
     return i
 
 
-@pytest.mark.parametrize("grid", [BinGrid.top_label((15, 50, 7)), BinGrid.classwise((15, 50, 7), 1e-3)])
+@pytest.mark.parametrize("grid", [BinGrid.top_label((15, 50, 7)), BinGrid.classwise((15, 50, 7), (1e-3,))])
 @settings(deadline=None)
 @given(p=probabilities)
 def test_bins_are_open_below_and_closed_above(grid, p):
@@ -48,7 +48,7 @@ def test_other_bin_counts_must_be_asked_for():
 
 
 def test_the_top_label_grid_refines_the_classwise_grid():
-    classwise = BinGrid.classwise((15, 50), 1e-3)
+    classwise = BinGrid.classwise((15, 50), (1e-3,))
     top = BinGrid.top_label((15, 50), classwise)
     nested = top.within(classwise)
     assert np.all(classwise.lower[nested] <= top.lower)
@@ -56,7 +56,7 @@ def test_the_top_label_grid_refines_the_classwise_grid():
 
 
 def test_the_lowest_class_bin_ends_at_the_threshold_and_bins_are_narrow_at_the_ends():
-    grid = BinGrid.classwise((15,), 1e-3)
+    grid = BinGrid.classwise((15,), (1e-3,))
     assert grid.upper[0] == 1e-3
     width, end = (grid.upper - grid.lower)[1:], np.minimum(grid.lower, 1 - grid.upper)[1:]
     assert np.all(width <= np.maximum(1 / FINE_BINS, end / 15))

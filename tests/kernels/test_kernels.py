@@ -10,7 +10,7 @@ from segcal import kernels
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap, BinGrid, Tally, Voxels, tally
 
-CLASSES = BinGrid.classwise((15, 50), 1e-3)
+CLASSES = BinGrid.classwise((15, 50), (1e-3,))
 TOP = BinGrid.top_label((15, 50), CLASSES)
 BACKENDS = ("reference", "numba")
 

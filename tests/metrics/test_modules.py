@@ -304,7 +304,7 @@ def test_no_gradient_is_kept(metric):
     ("make", "message"),
     [
         (lambda: MulticlassCalibrationError(1), "num_classes is 1"),
-        (lambda: MulticlassCalibrationError(3, n_bins=0), "at least 1"),
+        (lambda: MulticlassCalibrationError(3, n_bins=0), "from 1 to 4096"),
         (lambda: MulticlassCalibrationError(3, norm="l3"), "one of l1, l2, max"),
         (lambda: MulticlassCalibrationError(3, kind="logit"), "one of auto, logits, probs"),
         (lambda: Calibration(3, kind="auto"), "one of logits, probs"),

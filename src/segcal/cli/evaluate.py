@@ -16,7 +16,8 @@ from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
 from segcal.errors import InputError
 from segcal.evaluate import DEFAULT_METRICS, evaluate
 from segcal.maps import write_maps
-from segcal.metrics import METRICS, PRESETS, Column, preset
+from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
+from segcal.plan import parse_metric
 from segcal.regions import REGIONS
 from segcal.results import Results
 
@@ -96,8 +97,16 @@ def show_results(results: Results) -> None:
         )
         previous = row.region
     out.print(table)
+    if binned := [name for name in dict.fromkeys(row.metric for row in results.rows) if "num_bins" in _unsaid(name)]:
+        out.print(f"{results.about['bins']} bins: {', '.join(binned)}", soft_wrap=True, markup=False)
     for line in diagnosis_in_words(results):
         out.print(line, soft_wrap=True)
+
+
+def _unsaid(metric: str) -> set[str]:
+    """The options of a metric that its name does not give: they have their default."""
+    id, options = parse_metric(metric)
+    return set(options_of(METRICS[id].function)) - set(options)
 
 
 def diagnosis_in_words(results: Results) -> list[str]:

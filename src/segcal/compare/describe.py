@@ -6,7 +6,8 @@ import inspect
 import re
 from typing import Any
 
-from segcal.plan import metric_spec, parse_metric
+from segcal.metrics import options_of
+from segcal.plan import DEFAULT_BINS, metric_spec, parse_metric
 
 
 def describe_metric(metric: str) -> dict[str, Any]:
@@ -19,6 +20,7 @@ def describe_metric(metric: str) -> dict[str, Any]:
     """
     id, options = parse_metric(metric)
     spec = metric_spec(id)
+    bins = options.get("num_bins", DEFAULT_BINS) if "num_bins" in options_of(spec.function) else None
     extra = ", ".join(f"{name} = {value}" for name, value in sorted(options.items()))
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(spec.function) or "")
     definition = " ".join(paragraphs[0].split())
@@ -27,6 +29,7 @@ def describe_metric(metric: str) -> dict[str, Any]:
         "id": metric,
         "name": f"{spec.title} ({extra})" if extra else spec.title,
         "better": spec.better,
-        "definition": definition.replace("``", ""),
+        "definition": definition.replace("``", "") + (f" Here with {bins} bins." if bins else ""),
+        "bins": bins,
         "citation": cited[0] if cited else "",
     }

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from segcal.errors import InputError
 
 FINE_BINS = 4096
+# Nobody reads more bins than this off 4096 fine ones, and the memory of histograms grows with them.
+MAX_BINS = 4096
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ class BinGrid:
         return cls.from_edges(edges if also is None else [*edges, *also.upper])
 
     @classmethod
-    def classwise(cls, bins: Iterable[int], threshold: float) -> BinGrid:
-        """About 300 bins: ``(0, threshold]``, then narrow near 0 and 1 and wider between, cut at the requested edges.
+    def classwise(cls, bins: Iterable[int], thresholds: Iterable[float]) -> BinGrid:
+        """About 300 bins: from 0 to the lowest edge asked for, then narrow near 0 and 1 and wider between.
+
+        Edges that may be asked for are the thresholds and those of each number of equal-width bins.
 
         No bin but the first is wider than a sixteenth of its distance to the nearer end (nor need it be narrower than
         1/4096): class probabilities crowd at both ends, and a grid this small stays in cache for every class at once.
@@ -57,8 +61,8 @@ class BinGrid:
         while ticks[-1] < FINE_BINS // 2:
             ticks.append(ticks[-1] + max(1, 2 ** (ticks[-1].bit_length() - 5)))
         edges = {k / FINE_BINS for k in ticks} | {1 - k / FINE_BINS for k in ticks}
-        edges |= {edge for count in bins for edge in _equal_width(count)}
-        return cls.from_edges([threshold, *(edge for edge in edges if edge > threshold)])
+        asked = {edge for count in bins for edge in _equal_width(count)} | set(thresholds)
+        return cls.from_edges(edge for edge in edges | asked if edge >= min(asked))
 
     def __len__(self) -> int:
         return len(self.upper)
@@ -86,6 +90,6 @@ class BinGrid:
 
 def _equal_width(count: int) -> list[float]:
     """Upper edges of ``count`` equal-width bins, the last being exactly 1."""
-    if count < 1:
-        raise InputError(f"num_bins = {count}", expected="at least 1")
+    if not 1 <= count <= MAX_BINS:
+        raise InputError(f"num_bins = {count}", expected=f"a whole number from 1 to {MAX_BINS}")
     return [k / count for k in range(1, count + 1)]

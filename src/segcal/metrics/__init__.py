@@ -23,6 +23,7 @@ from segcal.metrics.calibration import (
 )
 from segcal.metrics.equal_mass import SecondPass, ace_adaptive, second_pass, tace
 from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
+from segcal.metrics.options import check_options, options_of
 from segcal.metrics.presets import PRESETS, Column, Preset, preset
 from segcal.metrics.reliability import Reliability, reliability
 from segcal.metrics.segmentation import accuracy, dice_per_class, dsc, flip, miou, volume_dice
@@ -46,6 +47,7 @@ __all__ = [
     "ba_ece",
     "brier",
     "cece",
+    "check_options",
     "confidence_balance",
     "dice_per_class",
     "dsc",
@@ -59,6 +61,7 @@ __all__ = [
     "mce",
     "miou",
     "nll",
+    "options_of",
     "preset",
     "reliability",
     "sce",

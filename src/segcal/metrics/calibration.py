@@ -73,6 +73,8 @@ def confidence_balance(stats: VoxelStatistics, *, region: Region = EVERYTHING, p
     total = stats.total(region)
     losses, count = total.losses, total.confusion.sum(0)
     if predicted is not None:
+        if not 0 <= predicted < stats.num_classes:
+            raise InputError(f"predicted is {predicted}", expected=f"a class, 0 to {stats.num_classes - 1}")
         losses, count = losses[predicted : predicted + 1], count[predicted : predicted + 1]
     return Measure.ratio(float((losses[:, 0] - losses[:, 2]).sum()), int(count.sum()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from segcal.metrics.calibration import BANDS, confidence_balance
@@ -44,8 +44,8 @@ def gauge_risk(spread: float) -> str:
 def diagnose(
     pooled: VoxelStatistics,
     *,
-    balances: Mapping[str, float],
-    spreads: Mapping[str, float],
+    balances: Sequence[float],
+    spreads: Sequence[float],
     class_names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Over- and underconfidence (NLL - entropy, Ding et al. 2021) of the set, images, classes and distance bands.
@@ -59,12 +59,12 @@ def diagnose(
     Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[9.0, 0.0]]), torch.tensor([1]))
-        >>> found = diagnose(stats, balances={"a": 9.0}, spreads={"a": 0.0})
+        >>> found = diagnose(stats, balances=[9.0], spreads=[0.0])
         >>> found["set"]["verdict"], found["images"]["overconfident"], found["gauge"]["risk"]
         ('overconfident', 1, 'none')
     """
-    images = [verdict(balance) for balance in balances.values()]
-    spread = Measure.mean(spreads.values())
+    images = [verdict(balance) for balance in balances]
+    spread = Measure.mean(spreads)
     names = class_names or [str(index) for index in range(pooled.num_classes)]
     return {
         "threshold": BALANCED,

@@ -17,17 +17,31 @@ from segcal.statistics import EVERYTHING, VoxelStatistics
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a paper's table: a metric with its options, where, and how cases become one value."""
+    """One number of a table: a metric with its options, where, and how cases become one value.
+
+    ``aggregation`` is what a paper reports: ``per-image`` values alone, or the ``pooled`` one alone; None gives both.
+    """
 
     metric: str
     region: str = EVERYTHING
-    aggregation: Aggregation = "per-image"
+    aggregation: Aggregation | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The metric, and the region unless it is everything."""
         return self.metric if self.region == EVERYTHING else f"{self.metric}@{self.region}"
+
+    @property
+    def id(self) -> str:
+        """The metric with its options, as users write it and rows say it.
+
+        Examples:
+            >>> Column("ece", options={"num_bins": 50}).id
+            'ece[num_bins=50]'
+        """
+        options = ",".join(f"{name}={value}" for name, value in sorted(self.options.items()))
+        return f"{self.metric}[{options}]" if options else self.metric
 
 
 @dataclass(frozen=True)
@@ -70,15 +84,20 @@ class Preset:
             if spec is None or "surfaces" in spec.needs or column.region == "local":
                 continue
             options = {**column.options, "region": column.region}
-            values[column.name] = aggregate(spec.function, cases, column.aggregation, **options)
+            values[column.name] = aggregate(spec.function, cases, column.aggregation or "per-image", **options)
         return values
 
 
+def _mean(metric: str, region: str = EVERYTHING, **options: Any) -> Column:
+    """The mean over images."""
+    return Column(metric, region, "per-image", options)
+
+
 def _lts(region: str) -> tuple[Column, ...]:
-    return tuple(Column(metric, region, options={"num_bins": 10}) for metric in ("ece", "mce", "sce", "ace-adaptive"))
+    return tuple(_mean(metric, region, num_bins=10) for metric in ("ece", "mce", "sce", "ace-adaptive"))
 
 
-_FOREGROUND_DICE = Column("dsc", options={"background": False, "absent": "one"})
+_FOREGROUND_DICE = _mean("dsc", background=False, absent="one")
 
 #: The papers' tables, by the names of METHODS.md.
 PRESETS: dict[str, Preset] = {
@@ -88,34 +107,34 @@ PRESETS: dict[str, Preset] = {
             "lts",
             "Ding et al., Local Temperature Scaling, ICCV 2021, tables 1 and 2",
             # 10 bins throughout; SCE is not divided by the number of classes, as in the tables.
-            (*_lts("all"), *_lts("boundary"), *_lts("local"), Column("asd"), Column("surface-dice"), Column("hd95"),
-             Column("volume-dice")),
+            (*_lts("all"), *_lts("boundary"), *_lts("local"), _mean("asd"), _mean("surface-dice"), _mean("hd95"),
+             _mean("volume-dice")),
         ),
         Preset(
             "nacl",
             "Murugesan et al., Trust your neighbours, MICCAI 2023, table 1",
             # Calibration on foreground labels; CECE is the mean over classes, as in the released code and the tables.
-            (_FOREGROUND_DICE, Column("hd95"), Column("ece", "foreground", options={"num_bins": 15}),
-             Column("cece", "foreground", options={"num_bins": 15})),
+            (_FOREGROUND_DICE, _mean("hd95"), _mean("ece", "foreground", num_bins=15),
+             _mean("cece", "foreground", num_bins=15)),
         ),
         Preset(
             "selective",
             "Wang et al., On calibrating semantic segmentation models, CVPR 2023, tables 1 and 2",
-            (Column("miou", aggregation="pooled"), Column("ece", options={"num_bins": 10})),
+            (Column("miou", aggregation="pooled"), _mean("ece", num_bins=10)),
         ),
         Preset(
             "rethinking",
             "Kirscher et al., translation invariance and decision preservation, table 4",
             # ACE is pooled, because bins of a single image hold too few voxels.
-            (Column("nll"), Column("dsc"), Column("ece", options={"num_bins": 50}), Column("ba-ece"),
-             Column("ace", aggregation="pooled", options={"num_bins": 15}), Column("flip")),
+            (_mean("nll"), _mean("dsc"), _mean("ece", num_bins=50), _mean("ba-ece"),
+             Column("ace", aggregation="pooled", options={"num_bins": 15}), _mean("flip")),
         ),
         Preset(
             "crac",
             "Murugesan et al., Class and region-adaptive constraints, MICCAI 2024, tables 1 and 2",
             # TACE as in the released code: equal-width bins above 1e-3, on foreground labels.
-            (_FOREGROUND_DICE, Column("hd95"), Column("ece", "foreground", options={"num_bins": 15}),
-             Column("tace", "foreground", options={"num_bins": 15, "threshold": 1e-3, "binning": "width"})),
+            (_FOREGROUND_DICE, _mean("hd95"), _mean("ece", "foreground", num_bins=15),
+             _mean("tace", "foreground", num_bins=15, threshold=1e-3, binning="width")),
         ),
     )
 }  # fmt: skip

@@ -1,0 +1,110 @@
+"""Options of metrics, as users write them in brackets: ``ece[num_bins=50]``. Checked before any work.
+
+The options of a metric are the keyword arguments of its function that are numbers, switches or one of a few words; the
+annotations say which. Nothing else passes, so whatever is accepted reaches the function as what it is.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from segcal.errors import InputError
+from segcal.kernels.grid import MAX_BINS
+from segcal.metrics.measure import MetricSpec
+
+# Smallest and largest value, and whether these are allowed themselves; by option, as no two metrics differ in that.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "num_bins": (1, MAX_BINS, True),
+    "threshold": (0, 1, False),
+    "tolerance": (0, math.inf, True),
+    "absent": (0, math.inf, True),
+    "predicted": (0, math.inf, True),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option may be: one of some words, true or false, a number within bounds."""
+
+    name: str
+    words: tuple[str, ...]
+    number: type | None  # bool, int, float, or None where only words will do
+
+    @property
+    def expected(self) -> str:
+        """What users are told."""
+        found = [repr(word) for word in self.words]
+        if self.number is bool:
+            found.append("true or false")
+        elif self.number is not None:
+            low, high, closed = _RANGES.get(self.name, (-math.inf, math.inf, False))
+            kind = "a whole number" if self.number is int else "a number"
+            if math.isinf(high):
+                found.append(f"{kind} of {low:g} or more" if math.isfinite(low) else kind)
+            else:
+                found.append(f"{kind} from {low:g} to {high:g}" if closed else f"{kind} between {low:g} and {high:g}")
+        return " or ".join(found)
+
+    def value(self, given: object) -> Any:
+        """The value as the function wants it, from a value or its text; None where it is not one."""
+        if isinstance(given, str) and given in self.words:
+            return given
+        if self.number is bool:
+            return {"true": True, "false": False}.get(str(given).lower())
+        if self.number is None or isinstance(given, bool):
+            return None
+        try:
+            number = self.number(given)
+            whole = isinstance(given, str) or number == given
+        except (TypeError, ValueError, OverflowError):
+            return None
+        low, high, closed = _RANGES.get(self.name, (-math.inf, math.inf, False))
+        inside = low <= number <= high if closed else low < number < high
+        return number if whole and inside and math.isfinite(number) else None
+
+
+@cache
+def options_of(function: Callable[..., Any]) -> Mapping[str, Option]:
+    """The options of a metric's function.
+
+    Examples:
+        >>> from segcal.metrics import METRICS
+        >>> [*options_of(METRICS["tace"].function)], options_of(METRICS["tace"].function)["num_bins"].expected
+        (['num_bins', 'threshold', 'binning'], 'a whole number from 1 to 4096')
+    """
+    found = {}
+    for name in function.__kwdefaults__ or ():
+        hint = get_type_hints(function)[name]
+        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+        numbers = [part for part in parts if part in (bool, int, float)]
+        if name != "region" and (words or numbers):
+            found[name] = Option(name, words, numbers[0] if numbers else None)
+    return found
+
+
+def check_options(spec: MetricSpec, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a metric with their values as its function wants them, or an error that names what is wrong.
+
+    Examples:
+        >>> from segcal.metrics import METRICS
+        >>> check_options(METRICS["sce"], {"num_bins": "50", "divide": "true"})
+        {'num_bins': 50, 'divide': True}
+    """
+    known = options_of(spec.function)
+    checked = {}
+    for name, given in options.items():
+        if name not in known:
+            raise InputError(
+                f"metric '{spec.id}' has no option '{name}'", expected=", ".join(known) if known else "no options"
+            )
+        value = known[name].value(given)
+        if value is None:
+            raise InputError(f"option {name} of metric '{spec.id}' is {given!r}", expected=known[name].expected)
+        checked[name] = value
+    return checked
