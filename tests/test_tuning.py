@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import segcal
 from segcal.calibrators import CALIBRATORS, load
 from segcal.errors import InputError
 from segcal.evaluate import evaluate
@@ -88,6 +90,25 @@ def test_calibrators_without_hyperparameters_are_fitted():
     assert tuned.tuning == ()
     z = PLAIN[0].logits
     assert torch.equal(tuned(z), CALIBRATORS["ts"]().fit(PLAIN[:2])(z))
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_all_voxels_are_fitted_to_where_asked_for(monkeypatch, validated):
+    for module in (segcal.tuning, segcal.calibrators.expert_exact):
+        monkeypatch.setattr(module, "SAMPLE_VOXELS", 500)
+    parts = (CONDITIONAL[:4], CONDITIONAL[4:6] if validated else None)
+    few, every = (tune("dc", *parts, strengths=(0.1,), voxels=voxels) for voxels in ("auto", "all"))
+    assert few.fit_report.voxels_used < every.fit_report.voxels_used
+    expected = CALIBRATORS["dc"](shrinkage=0.1).fit(parts[0], voxels="all")
+    assert every.fit_report.voxels_used == expected.fit_report.voxels_used
+    assert torch.equal(every.weight, expected.weight)
+
+
+def test_folds_are_no_more_than_the_groups():
+    two = replace(CONDITIONAL[:6], groups=lambda name: "ab"[int(name[-1]) % 2])
+    assert "2 folds" in tune("vs", two, strengths=(1.0, 0.0)).fit_report.notes[0]
+    with pytest.raises(InputError, match="6 cases of one group and no validation cases"):
+        tune("vs", replace(two, groups=lambda name: "a"))
 
 
 def test_optuna_searches_what_has_no_path():

@@ -15,6 +15,7 @@ from torch import Tensor
 from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found
 from segcal.cases.open import find_cases, missing_labels
+from segcal.cases.splits import in_no_part
 from segcal.errors import DataError, SegcalError
 from segcal.metrics import Measure, accuracy, entropy, nll
 from segcal.statistics import VoxelStatistics
@@ -131,6 +132,9 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
         progress(files.id)
         _check_case(files, found, report)
     _add_notes(report)
+    if config.splits:
+        named = {name for names in config.splits.values() for name in names}
+        report.notes += in_no_part([files.id for files in found.cases if files.id not in named])
     return report
 
 

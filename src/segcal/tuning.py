@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from segcal.calibrators import CALIBRATORS, Calibrator
+from segcal.calibrators.base import VoxelBudget
 from segcal.calibrators.expert_exact import SAMPLE_VOXELS
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.first_pass import FirstPass
@@ -61,6 +62,7 @@ def tune(
     select: Select = "nll",
     strengths: Sequence[float] = STRENGTHS,
     trials: int = 20,
+    voxels: VoxelBudget = "auto",
     seed: int = 0,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Calibrator:
@@ -84,6 +86,8 @@ def tune(
             standard error of each other in ECE or Brier score, their NLL decides.
         strengths: The path; infinity is temperature scaling itself.
         trials: Draws of the sampler.
+        voxels: ``"all"`` fits the calibrator with the strength chosen exactly, as in ``Calibrator.fit``; strengths are
+            always compared on a sample. Trials of the sampler are fitted so as well.
         seed: Of samples, folds and the sampler.
         progress: Called with the name of every step.
 
@@ -99,15 +103,17 @@ def tune(
     """
     if select not in _METRICS:
         raise InputError(f"select is {select!r}", expected="'nll', 'ece' or 'brier'")
+    if voxels not in ("auto", "all"):
+        raise InputError(f"voxels is {voxels!r}", expected="'auto' or 'all'")
     if isinstance(calibrator, str):
         if calibrator not in CALIBRATORS:
             raise InputError(f"calibrator is '{calibrator}'", expected=f"one of {', '.join(CALIBRATORS)}")
         calibrator = CALIBRATORS[calibrator]()
     if isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact":
-        return _follow_path(calibrator, calibration, validation, select, strengths, seed, progress)
+        return _follow_path(calibrator, calibration, validation, select, strengths, voxels, seed, progress)
     if calibrator.search_space:
-        return _search(calibrator, calibration, validation, select, trials, seed, progress)
-    tuned = copy.deepcopy(calibrator).fit(calibration, validation=validation, seed=seed)
+        return _search(calibrator, calibration, validation, select, trials, voxels, seed, progress)
+    tuned = copy.deepcopy(calibrator).fit(calibration, validation=validation, voxels=voxels, seed=seed)
     tuned.tuning = ()
     return tuned
 
@@ -118,6 +124,7 @@ def _follow_path(
     validation: CaseSet | None,
     select: Select,
     strengths: Sequence[float],
+    voxels: VoxelBudget,
     seed: int,
     progress: Callable[[str], None],
 ) -> Calibrator:
@@ -126,10 +133,9 @@ def _follow_path(
     falling = sorted(set(strengths), reverse=True)
     if validation is not None:
         parts = [(calibration, validation)]
-    elif len(calibration) > 1:
-        parts = calibration.folds(min(_FOLDS, len(calibration)), seed=seed)
     else:
-        raise InputError("one case and no validation cases", expected="at least two cases to choose a strength by")
+        _check_two_groups(calibration)
+        parts = calibration.folds(min(_FOLDS, len(set(calibration.case_groups.values()))), seed=seed)
     values: list[list[Values]] = [[] for _ in falling]
     for number, (fitted_to, chosen_on) in enumerate(parts):
         progress(f"path {number + 1} of {len(parts)}")
@@ -140,15 +146,24 @@ def _follow_path(
     tried = [Trial.of({"shrinkage": strength}, own) for strength, own in zip(falling, values, strict=True)]
     best = _choose(values, select)
     progress("fitting with the strength chosen")
-    if validation is None:
-        first = FirstPass.over(calibration, SAMPLE_VOXELS, seed)
     tuned = type(calibrator)(**{**calibrator.arguments(), "shrinkage": falling[best]})
-    with blas_threads(1):
-        tuned.fit_from(first, calibration, path[best])
+    if voxels == "all":
+        tuned.fit(calibration, voxels="all", seed=seed)
+    else:
+        if validation is None:
+            first = FirstPass.over(calibration, SAMPLE_VOXELS, seed)
+        with blas_threads(1):
+            tuned.fit_from(first, calibration, path[best])
     chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
     alike = "" if select == "nll" else f" among those of {select} within a standard error of the lowest"
     note = f"of {len(tried)} tried, shrinkage {falling[best]:g} has the lowest nll{alike}, on {chosen_on_what}"
     return _with_trials(tuned, tried, note)
+
+
+def _check_two_groups(cases: CaseSet) -> None:
+    if len(set(cases.case_groups.values())) < 2:
+        what = "one case" if len(cases) < 2 else f"{len(cases)} cases of one group"
+        raise InputError(f"{what} and no validation cases", expected="at least two cases (groups) to choose by")
 
 
 def _choose(values: Sequence[Sequence[Values]], select: Select) -> int:
@@ -205,6 +220,7 @@ def _search(
     validation: CaseSet | None,
     select: Select,
     trials: int,
+    voxels: VoxelBudget,
     seed: int,
     progress: Callable[[str], None],
 ) -> Calibrator:
@@ -215,8 +231,7 @@ def _search(
             f"tuning '{calibrator.id}' needs optuna, which is not installed", fix="pip install 'segcal[tune]'"
         ) from None
     if validation is None:
-        if len(calibration) < 2:
-            raise InputError("one case and no validation cases", expected="at least two cases to choose by")
+        _check_two_groups(calibration)
         split = calibration.split(0.8, 0.2, 0.0, seed=seed)
         calibration, validation = split.calibration, split.validation
     tried: list[Trial] = []
@@ -226,7 +241,7 @@ def _search(
         progress(f"trial {len(tried) + 1} of {trials}")
         arguments = {name: values.suggest(trial, name) for name, values in calibrator.search_space.items()}
         candidate = type(calibrator)(**{**calibrator.arguments(), **arguments})
-        candidate.fit(calibration, validation=validation, seed=seed)
+        candidate.fit(calibration, validation=validation, voxels=voxels, seed=seed)
         tried.append(Trial.of(arguments, _measure([candidate], validation)[0]))
         value: float = getattr(tried[-1], select)
         if value <= min(getattr(trial, select) for trial in tried):

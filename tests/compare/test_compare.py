@@ -181,16 +181,41 @@ def test_groups_stay_together():
         assert sum(map(len, parts)) == len(set().union(*parts)) == 6
 
 
-def test_named_splits_are_used_for_one_repeat_only():
-    ids = small(6).ids
-    named = {"calibration": ids[:3], "validation": ids[3:4], "test": ids[4:]}
-    one = compare(replace(small(6), splits=named), ("ts",), 1, **QUICK)
+def test_declared_test_cases_are_never_fitted_to_or_chosen_on():
+    ids = small(9).ids
+    named = {"calibration": ids[:4], "validation": ids[4:6], "test": ids[6:8]}
+    cases = replace(small(9), splits=named)
+    one = compare(cases, ("ts",), **QUICK)
     assert one.document["splits"] == [{part: list(names) for part, names in named.items()}]
-    several = compare(replace(small(6), splits=named), ("ts",), 2, **QUICK)
-    assert any("names its splits" in warning for warning in several.document["warnings"])
-    without = {"calibration": ids[:4], "test": ids[4:]}
-    held = compare(replace(small(6), splits=without), ("ts",), 1, **QUICK)
-    assert any("no validation part" in warning for warning in held.document["warnings"])
+    assert one.document["about"]["data"]["splits"] == "the splits that the dataset declares"
+    assert sum("1 case is in no declared part" in warning for warning in one.document["warnings"]) == 1
+    several = compare(cases, ("ts",), 3, **QUICK).document
+    assert "declared test part, 3 random" in several["about"]["data"]["splits"]
+    assert [(len(s["calibration"]), len(s["validation"])) for s in several["splits"]] == [(4, 2)] * 3
+    assert len({tuple(split["calibration"]) for split in several["splits"]}) == 3
+    for split in several["splits"]:
+        assert split["test"] == list(ids[6:8])
+        assert {*split["calibration"], *split["validation"]} == set(ids[:6])
+
+
+def test_declared_splits_without_a_validation_part_hold_some_calibration_cases_out():
+    ids = small(6).ids
+    cases = replace(small(6), splits={"calibration": ids[:4], "test": ids[4:]})
+    held = compare(cases, ("ts",), **QUICK).document
+    assert any("No validation part is declared" in warning for warning in held["warnings"])
+    assert [len(part) for part in held["splits"][0].values()] == [3, 1, 2]
+    with pytest.raises(InputError, match="leave the test part empty"):
+        compare(replace(small(6), splits={"calibration": ids}), ("ts",), **QUICK)
+
+
+def test_no_two_repeats_are_the_same_split():
+    three = replace(small(9), groups={name: "abbcccccc"[i] for i, name in enumerate(small(9).ids)})
+    document = compare(three, ("ts",), 9, **QUICK).document
+    found = [tuple(map(tuple, split.values())) for split in document["splits"]]
+    assert 3 <= len(set(found)) == len(found) <= 6  # Three groups in three parts: there are no more.
+    assert document["about"]["settings"]["repeats"] == len(found)
+    assert any(f"{len(found)} repeats instead of 9" in warning for warning in document["warnings"])
+    assert document["about"]["data"]["splits"] == f"{len(found)} random splits"
 
 
 def test_a_class_that_calibration_never_sees_is_warned_of():

@@ -103,7 +103,7 @@ def test_bad_datasets_are_named(root, tmp_path):
     with pytest.raises(SegcalError, match="number of classes is not known"):
         open_dataset(small(root))
     (root / "segcal.toml").write_text('classes = 3\n[splits]\ntest = ["other"]')
-    with pytest.raises(SegcalError, match="splits name 'other'"):
+    with pytest.raises(SegcalError, match="splits.test names 'other'"):
         parts(root)
     names = [path.stem for path in (root / "labels").iterdir()]
     (root / "segcal.toml").write_text(f"classes = 3\n[splits]\ntest = {names}")

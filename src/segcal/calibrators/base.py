@@ -176,6 +176,15 @@ class Calibrator(CalibratorModule, ABC):
         """How many parameters the map has for so many classes (Kirscher et al., Table 2); None without parameters."""
         return None
 
+    def size(self) -> int:
+        """Numbers that were fitted: by the published formula where there is one, else all that the file holds."""
+        count = None if self.num_classes is None else self.parameter_count(self.num_classes)
+        return count.optimised if count else sum(tensor.numel() for tensor in self.state_dict().values())
+
+    def summary(self) -> str:
+        """The map in a few numbers where it has few, else how many it has."""
+        return f"{self.size():,} parameters"
+
     # -- applying ------------------------------------------------------------------------------------------------------
 
     @abstractmethod

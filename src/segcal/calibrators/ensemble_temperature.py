@@ -147,6 +147,11 @@ class EnsembleTemperatureScaling(Calibrator):
             notes=notes,
         )
 
+    def summary(self) -> str:
+        """T and the weights of the scaled, the original and the uniform distribution."""
+        weights = " / ".join(f"{weight:.4f}" for weight in self.weights.tolist())
+        return f"T = {1 / float(self.beta):.4g}, weights {weights}"
+
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
         """A temperature and three weights, which sum to one."""

@@ -104,6 +104,10 @@ class LocalTemperatureScaling(Calibrator):
             num_classes, image_channels=self.image_channels, neighbourhood=self.neighbourhood
         )
 
+    def summary(self) -> str:
+        """The temperature before the network, and the network's size."""
+        return f"T = {1 / float(self.beta):.4g} times the output of a network of {self.size():,} parameters"
+
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
         """``7 (25 C + 1)``, without images and in the plane."""

@@ -73,6 +73,10 @@ class MetaCal(Calibrator):
         """T."""
         return 1 / float(self.beta)
 
+    def summary(self) -> str:
+        """T and gamma."""
+        return f"T = {self.temperature:.4g}, uniform above an entropy of {float(self.gamma):.4g} nats"
+
     @property
     def detection(self) -> Detection:
         """How well the threshold finds mispredictions."""

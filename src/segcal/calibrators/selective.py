@@ -94,6 +94,10 @@ class SelectiveScaling(Calibrator):
         """T1."""
         return 1 / float(self.beta)
 
+    def summary(self) -> str:
+        """T1 and the size of the selector."""
+        return f"T1 = {self.temperature:.4g} where a selector of {self.size():,} parameters says wrong"
+
     @property
     def detection(self) -> Detection:
         """How well the selector finds mispredictions, estimated on the validation cases."""

@@ -54,6 +54,10 @@ class TemperatureScaling(Calibrator):
         """T."""
         return 1 / float(self.beta)
 
+    def summary(self) -> str:
+        """T."""
+        return f"T = {self.temperature:.4g}"
+
     @property
     def score_map(self) -> AffineMap:
         """The map, to be fused into other passes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,13 +12,12 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
+from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
 from segcal.errors import InputError, SegcalError
 from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
 # Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
 PREFETCH_BYTES = 256 * 2**20
-
-Groups = str | Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,10 @@ class CaseSet(Sequence[Case]):
     num_members: int | None = None
     """How many ensemble members the logits are pooled from; None for a single model."""
 
+    def __post_init__(self) -> None:
+        if self.splits:
+            check_splits(self.splits, self.ids, self.groups)
+
     @property
     def ids(self) -> tuple[str, ...]:
         """The names of the cases, in order."""
@@ -75,7 +77,7 @@ class CaseSet(Sequence[Case]):
     def __getitem__(self, index: slice) -> CaseSet: ...
     def __getitem__(self, index: int | slice) -> Case | CaseSet:
         if isinstance(index, slice):
-            return replace(self, refs=self.refs[index])
+            return self._keep(self.refs[index])
         return self.refs[index].open()
 
     def __iter__(self) -> Iterator[Case]:
@@ -90,15 +92,42 @@ class CaseSet(Sequence[Case]):
                 del case  # Otherwise it would live on while the next one is awaited.
             yield ahead.result()
 
+    @property
+    def case_groups(self) -> dict[str, str]:
+        """The group of every case; without groups, its own name."""
+        return {name: group_of(name, self.groups) for name in self.ids}
+
     def select(self, ids: Sequence[str]) -> CaseSet:
         """The cases with these names, in the order given."""
         known = {ref.id: ref for ref in self.refs}
         missing = [name for name in ids if name not in known]
         if missing:
+            raise InputError(f"no case named {some(missing)}", where="ids", expected=f"one of {some(self.ids)}")
+        return self._keep(tuple(known[name] for name in ids))
+
+    def _keep(self, refs: Sequence[CaseRef]) -> CaseSet:
+        """Some of the cases; the declared parts keep those of them that are theirs."""
+        kept = {ref.id for ref in refs}
+        splits = {part: tuple(name for name in names if name in kept) for part, names in self.splits.items()}
+        return replace(self, refs=refs, splits=splits)
+
+    def part(self, name: str) -> CaseSet:
+        """The cases of a part that ``segcal.toml`` declares under ``[splits]``."""
+        if name not in PARTS:
+            raise InputError(f"part is {name!r}", expected=f"one of {', '.join(PARTS)}")
+        if name not in self.splits:
             raise InputError(
-                f"no case named {', '.join(map(repr, missing[:5]))}", where="ids", expected=_some(self.ids)
+                f"the dataset declares no {name} part",
+                where="splits",
+                expected=f"{name} = [...] under [splits] in segcal.toml",
             )
-        return replace(self, refs=tuple(known[name] for name in ids))
+        return self.select(self.splits[name])
+
+    @property
+    def undeclared(self) -> tuple[str, ...]:
+        """Cases that no declared part names; none where no parts are declared."""
+        named = {name for names in self.splits.values() for name in names}
+        return tuple(name for name in self.ids if name not in named) if self.splits else ()
 
     def pooled(self, space: Kind) -> CaseSet:
         """The same cases with their ensemble members pooled in this space: ``"logits"`` or ``"probs"``.
@@ -132,7 +161,7 @@ class CaseSet(Sequence[Case]):
         """Every ``world``-th case from ``rank`` on: the share of one of ``world`` processes."""
         if not 0 <= rank < world:
             raise InputError(f"rank {rank} of world {world}", where="shard", expected="0 <= rank < world")
-        return replace(self, refs=self.refs[rank::world])
+        return self._keep(self.refs[rank::world])
 
     def split(
         self,
@@ -145,27 +174,26 @@ class CaseSet(Sequence[Case]):
     ) -> Split:
         """Disjoint random parts, as fractions of the cases or as whole numbers of cases.
 
-        Without sizes, the splits named in ``segcal.toml`` are returned or, where there are none, 50/20/30 percent.
+        Without sizes, the parts declared in ``segcal.toml`` are returned or, where there are none, 50/20/30 percent.
         ``groups`` keeps cases together that belong together (one patient's volumes): a function of the case name, a
-        mapping, or a regular expression whose first group (or whole match) is the group's name. The order of the
-        files does not matter: the same names and seed give the same parts.
+        mapping, or a regular expression whose first group (or whole match) is the group's name. Which groups go into
+        which part is random; the sizes are as near to the wanted ones as that allows. The order of the files does not
+        matter: the same names and seed give the same parts.
         """
         if calibration is validation is test is None:
             if self.splits:
-                known = set(self.ids)
-                return Split(
-                    *(self.select([i for i in self.splits.get(part, ()) if i in known]) for part in Split._fields)
-                )
+                return Split(*(self.select(self.splits.get(part, ())) for part in PARTS))
             calibration, validation, test = 0.5, 0.2, 0.3
-        wanted = _sizes((calibration or 0, validation or 0, test or 0), len(self))
-        members = _by_group(self.ids, groups or self.groups)
-        names = sorted(members)
-        np.random.default_rng(seed).shuffle(names)
-        parts = _fill([(name, len(members[name])) for name in names], wanted)
-        for part, size, chosen in zip(Split._fields, wanted, parts, strict=True):
-            if size and not chosen:
+        wanted = (calibration or 0, validation or 0, test or 0)
+        sizes = part_sizes(wanted, len(self))
+        members = by_group(self.ids, groups or self.groups)
+        # A share of single cases that rounds to none is none; groups do not meet their shares, but each part has one.
+        asked = [size > 0 for size in (wanted if len(members) < len(self) else sizes)]
+        parts = draw_parts(members, sizes, asked, seed)
+        for part, expected, chosen in zip(PARTS, asked, parts, strict=True):
+            if expected and not chosen:
                 raise InputError(
-                    f"{len(self)} cases in {len(names)} groups leave the {part} part empty",
+                    f"{len(self)} cases in {len(members)} groups leave the {part} part empty",
                     where="split",
                     expected="at least one group for every part asked for",
                     fix="use fewer parts, other sizes, or smaller groups",
@@ -177,15 +205,13 @@ class CaseSet(Sequence[Case]):
 
     def folds(self, count: int, *, seed: int = 0, groups: Groups | None = None) -> list[tuple[CaseSet, CaseSet]]:
         """(The others, the fold) for each of ``count`` parts of nearly equal size, groups kept together as in split."""
-        members = _by_group(self.ids, groups or self.groups)
-        names = sorted(members)
-        if not 2 <= count <= len(names):
+        members = by_group(self.ids, groups or self.groups)
+        if not 2 <= count <= len(members):
             raise InputError(
-                f"{count} folds of {len(names)} groups", where="folds", expected="at least 2, and a group for each"
+                f"{count} folds of {len(members)} groups", where="folds", expected="at least 2, and a group for each"
             )
-        np.random.default_rng(seed).shuffle(names)
         sizes = [len(self) // count + (part < len(self) % count) for part in range(count)]
-        parts = _fill([(name, len(members[name])) for name in names], sizes)
+        parts = draw_parts(members, sizes, [True] * count, seed)
         fold_of = {case: part for part, chosen in enumerate(parts) for name in chosen for case in members[name]}
         return [
             (
@@ -222,62 +248,3 @@ def _open_ahead(ref: CaseRef) -> Case:
         if 4 * int(np.prod(case.shape, dtype=np.int64)) <= PREFETCH_BYTES:
             case.load()
     return case
-
-
-def _sizes(parts: tuple[float | int, ...], total: int) -> list[int]:
-    """Fractions or counts to counts that fit; rounding gives the remainder to the earlier parts."""
-    if any(part < 0 for part in parts):
-        raise InputError(f"sizes {parts}", where="split", expected="no negative size")
-    if all(isinstance(part, int) or part == 0 for part in parts):
-        counts = [int(part) for part in parts]
-    elif sum(parts) <= 1 + 1e-9:
-        edges = np.floor(np.cumsum(parts) * total + 0.5).astype(int)
-        counts = np.diff(edges, prepend=0).tolist()
-    else:
-        raise InputError(f"sizes {parts}", where="split", expected="fractions that sum to at most 1, or whole numbers")
-    if sum(counts) > total:
-        raise InputError(f"{sum(counts)} cases asked for", where="split", expected=f"at most the {total} there are")
-    return counts
-
-
-def _by_group(ids: Sequence[str], groups: Groups | None) -> dict[str, list[str]]:
-    members: dict[str, list[str]] = {}
-    for name in ids:
-        members.setdefault(_group_of(name, groups), []).append(name)
-    return members
-
-
-def _group_of(name: str, groups: Groups | None) -> str:
-    if groups is None:
-        return name
-    if isinstance(groups, str):
-        match = re.search(groups, name)
-        if match is None:
-            raise InputError(
-                f"the pattern {groups!r} does not match case '{name}'",
-                where="groups",
-                expected="a regular expression that finds the group in every case name",
-            )
-        return match.group(1) if match.re.groups else match.group()
-    if isinstance(groups, Mapping):
-        if name not in groups:
-            raise InputError(f"case '{name}' has no group", where="groups", expected="a group for every case")
-        return groups[name]
-    return groups(name)
-
-
-def _fill(groups: list[tuple[str, int]], wanted: list[int]) -> list[list[str]]:
-    """Give each group, largest first, to the part that lacks the most cases; the order among equals is random."""
-    parts: list[list[str]] = [[] for _ in wanted]
-    missing = list(wanted)
-    for name, size in sorted(groups, key=lambda group: -group[1]):
-        part = max(range(len(wanted)), key=missing.__getitem__)
-        if missing[part] <= 0:
-            break
-        parts[part].append(name)
-        missing[part] -= size
-    return parts
-
-
-def _some(names: Sequence[str]) -> str:
-    return "one of " + ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

@@ -13,6 +13,7 @@ from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_c
 from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found, find_plain
 from segcal.cases.nnunet import find_nnunet
+from segcal.cases.splits import check_splits
 from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.types import Case
 
@@ -66,6 +67,10 @@ def find_cases(path: Path, **declared: Any) -> Found:
         raise ConfigError(
             "exterior = 'mask' with logits", where=str(file), expected="probabilities, padded with one-hot"
         )
+    try:
+        check_splits(found.config.splits, [case.id for case in found.cases], found.config.groups)
+    except SegcalError as error:
+        found = replace(found, problems=[*found.problems, error.at(where=str(file))])
     if not found.cases and not found.problems:
         raise DataError("no cases", where=str(root / (found.config.scores or ".")), expected="at least one score file")
     return found

@@ -60,7 +60,10 @@ def compare_command(
     ] = "ts,lts-ti,cms-op",
     layout: LayoutOption = None,
     labels: LabelsOption = None,
-    repeats: Annotated[int, typer.Option(help="Random splits; with 1, the splits named in segcal.toml.")] = 3,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="Random splits, 3 by default. Where segcal.toml declares \\[splits]: 1, these."),
+    ] = None,
     fractions: Annotated[str, typer.Option(help="Shares for calibration, validation, test.")] = "0.5,0.2,0.3",
     tune: Annotated[
         Tuning,
@@ -148,6 +151,8 @@ def compare_command(
 
 def show_study(study: Study, report: Path) -> None:
     """Print the table of methods, the recommendation in words, and where the report is."""
+    data = study.document["about"]["data"]
+    out.print(f"[dim]{data['cases']} cases, {escape(data['splits'])}[/]", soft_wrap=True)
     out.print(_method_table(study))
     out.print(f"[dim]{escape(_costs(study))}[/]", soft_wrap=True)
     found = study.recommendation

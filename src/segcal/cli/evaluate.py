@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +23,19 @@ from segcal.regions import REGIONS
 from segcal.results import Results
 
 
+class Part(str, Enum):
+    """A part of a dataset that declares its splits."""
+
+    calibration = "calibration"
+    validation = "validation"
+    test = "test"
+
+
 def evaluate_command(
     data: Data,
     layout: LayoutOption = None,
     labels: LabelsOption = None,
+    split: Annotated[Part | None, typer.Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
     calibrator: Annotated[Path | None, typer.Option(help="Evaluate through this calibrator (segcal fit).")] = None,
     metrics: Annotated[
         str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
@@ -54,6 +64,8 @@ def evaluate_command(
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
     cases = open_cases(data, **declared(layout, labels))
+    if split:
+        cases = cases.part(split.value)
     fitted = load(calibrator) if calibrator else None
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     with progress("evaluating", len(cases) * (1 + exact)) as step:
@@ -74,6 +86,10 @@ def evaluate_command(
         out.print_json(results.to_json())
     else:
         show_results(results)
+        if fitted and cases.splits and not split:
+            out.print(
+                "[yellow]note[/] all cases, whatever their part; --split test leaves out those that were fitted to"
+            )
 
 
 def show_results(results: Results) -> None:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
-from segcal.cases import open_cases
+from segcal.cases import CaseSet, Split, open_cases
+from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import out, progress, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, declared
 from segcal.errors import InputError
@@ -39,6 +40,8 @@ class Voxels(str, Enum):
     all = "all"
 
 
+# Of the cases, for the table.
+_HELD_OUT = 0.3
 _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
 
 
@@ -53,23 +56,35 @@ def fit_command(
         typer.Option("--tune", help="Choose the strength of regularisation on left-out images, by this metric."),
     ] = None,
     voxels: Annotated[Voxels, typer.Option(help="auto may fit to a sample of the voxels, all is exact.")] = Voxels.auto,
-    test: Annotated[float, typer.Option(help="Share of the cases held out for the table; 0 fits to all.")] = 0.3,
+    test: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the cases held out for the table, 0.3 by default; 0 fits to all. Not with \\[splits]."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the split and the solver's start.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Fit one calibrator and show before and after on held-out cases.
+
+    Where segcal.toml declares \\[splits], the calibrator is fitted to the calibration part and shown on the test part.
 
     Example: segcal fit study/ --method cms-op --tune nll -o cal.safetensors
     """
     if method not in CALIBRATORS:
         raise InputError(f"method is '{method}'", where="--method", expected=f"one of {', '.join(CALIBRATORS)}")
     cases = open_cases(data, **declared(layout, labels))
-    split = cases.split(1 - test, 0.0, test, seed=seed)
+    split = _split(cases, test, seed)
+    validation = split.validation if len(split.validation) else None
     with waiting(f"fitting {method}") as step:
         if tune_by is None:
-            calibrator = CALIBRATORS[method]().fit(split.calibration, voxels=voxels.value, seed=seed)
+            calibrator = CALIBRATORS[method]()
+            calibrator.fit(split.calibration, validation=validation, voxels=voxels.value, seed=seed)
         else:
-            calibrator = tune(method, split.calibration, select=tune_by.value, seed=seed, progress=step)
+            calibrator = tune(
+                method, split.calibration, validation,
+                select=tune_by.value, voxels=voxels.value, seed=seed, progress=step,
+            )  # fmt: skip
     calibrator.save(output)
     assert calibrator.fit_report is not None
     shown: dict[str, dict[str, float]] = {}
@@ -79,18 +94,26 @@ def fit_command(
                 results = evaluate(split.test, chosen, metrics=_SHOWN, progress=step)
             shown[name] = {metric: results.value(metric) for metric in _SHOWN if chosen or metric != "flip"}
     if as_json:
-        report = {"fit": asdict(calibrator.fit_report), "held_out": {"cases": len(split.test), **shown}}
+        report = {
+            "fit": asdict(calibrator.fit_report),
+            "map": calibrator.summary(),
+            "held_out": {"cases": len(split.test), "names": list(split.test.ids), **shown},
+        }
         out.print_json(json.dumps(plain(report)))
         return
     report_line = calibrator.fit_report
     state = "converged" if report_line.converged else "[red]not converged[/]"
     out.print(
-        f"{method}: {state} in {report_line.iterations} passes, {report_line.seconds:.1f} s, "
-        f"{report_line.voxels_used:,} voxels of {len(split.calibration)} cases, gradient {report_line.certificate:.1e}"
+        f"{method}: {state} in {report_line.iterations} steps, {report_line.seconds:.1f} s, "
+        f"{report_line.voxels_used:,} voxels of {len(split.calibration)} cases, gradient {report_line.certificate:.1e}",
+        soft_wrap=True,
     )
-    for note in report_line.notes:
-        out.print(f"[yellow]note[/] {escape(note)}")
+    out.print(f"map: {escape(calibrator.summary())}", soft_wrap=True)
+    for note in (*report_line.notes, *in_no_part(cases.undeclared)):
+        out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     if shown:
+        how = "the declared test part" if cases.splits else f"drawn at random, seed {seed}"
+        out.print(f"held out, {how}: {escape(some(split.test.ids))}", soft_wrap=True)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column(f"{len(split.test)} held-out cases")
         for name in shown:
@@ -99,6 +122,23 @@ def fit_command(
             table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in shown.values()))
         out.print(table)
     out.print(f"written to [bold]{escape(str(output))}[/]")
+
+
+def _split(cases: CaseSet, test: float | None, seed: int) -> Split:
+    """The parts that the dataset declares, or a random one held out."""
+    if not cases.splits:
+        share = _HELD_OUT if test is None else test
+        return cases.split(1 - share, 0.0, share, seed=seed)
+    if test is not None:
+        raise InputError(
+            f"a share of {test:g}, but segcal.toml declares the splits",
+            where="--test",
+            expected="one of the two",
+            fix="leave out --test, which holds out the declared test part; or remove [splits]",
+        )
+    if not len(cases.part("calibration")):
+        raise InputError("the declared calibration part is empty", where="splits", expected="cases to fit to")
+    return cases.split()
 
 
 def apply_command(

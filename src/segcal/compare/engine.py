@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -33,7 +34,7 @@ STUDY_METRICS = (*DEFAULT_METRICS, "flip")
 def compare(
     cases: CaseSet,
     methods: str | Sequence[str] = ("ts", "lts-ti", "cms-op"),
-    repeats: int = 3,
+    repeats: int | None = None,
     *,
     output: str | Path | None = None,
     fractions: tuple[float, float, float] = (0.5, 0.2, 0.3),
@@ -55,7 +56,7 @@ def compare(
     command: str | None = None,
     progress: Callable[[Step], None] = lambda step: None,
 ) -> Study:
-    """Fit every method on several random splits, test them all on the same cases, and say which one to deploy.
+    """Fit every method on several splits, test them all on the same cases, and say which one to deploy.
 
     Each repeat splits the cases into a part to fit to, one to choose strengths and methods on, and one to test on;
     groups stay together. All methods of a repeat are tested from one read of its test cases. A method that fails is
@@ -64,7 +65,9 @@ def compare(
     Args:
         cases: The dataset.
         methods: Ids of ``segcal.CALIBRATORS``, ``"all"``, or ``"decision-preserving"`` for those that keep labels.
-        repeats: How many random splits. With one, the splits that the dataset names are used.
+        repeats: How many splits, all different. By default 3 random ones or, where the dataset declares its splits, 1:
+            these. Cases declared for testing are never fitted to or chosen on; with more repeats, the calibration and
+            validation parts are drawn anew from the cases declared for them.
         output: Folder for ``results.json``, tables, pictures, the recommended calibrator, and what a killed study
             needs to go on; None keeps nothing.
         fractions: Shares of the cases for calibration, validation and test.
@@ -97,7 +100,7 @@ def compare(
     settings = Settings(
         # With pooling spaces, the ensemble is there as uncalibrated in each of them.
         methods=resolve_methods(methods, members=cases.num_members is not None and not pooling),
-        repeats=repeats,
+        repeats=1 if repeats is None else repeats,
         fractions=fractions,
         tune=tune,
         select=select,
@@ -112,14 +115,15 @@ def compare(
     if workers < 1:
         raise InputError(f"workers is {workers}", expected="at least 1")
     settings.check_members(cases)
-    splits, warnings = split_cases(cases, repeats, fractions, seed)
+    splits, origin, warnings = split_cases(cases, repeats, fractions, seed)
+    settings = replace(settings, repeats=len(splits))
     moved = given_sets(cases, shifted or {})
     if shift:
         moved += corrupted_sets(cases, model, settings)
     started = time.perf_counter()
     with _folder(output, resume) as folder:
         run = Run(cases, settings, splits, moved, folder, Store(folder / "work"), workers, progress)
-        document = results_document(run, warnings, about_data(cases, name), command)
+        document = results_document(run, warnings, {**about_data(cases, name), "splits": origin}, command)
         document["timings"] = {
             "total_seconds": time.perf_counter() - started,
             "per_method": run.timings(),

@@ -123,7 +123,7 @@ def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
         "status": "ok",
         "reason": None,
         "fit": {**fit, "tuning": [asdict(trial) for trial in calibrator.tuning] or None},
-        "parameters": parameter_count(calibrator),
+        "parameters": calibrator.size(),
         "seconds": time.perf_counter() - started,
         "peak_memory_mb": peak_memory(),
     }
@@ -141,13 +141,6 @@ def _fitted(task: FitTask) -> Calibrator:
     if (task.tune == "path" and exact) or (task.tune == "paper" and calibrator.search_space):
         return tune(calibrator, task.calibration, task.validation, select=task.select, seed=task.seed)
     return calibrator.fit(task.calibration, validation=task.validation, seed=task.seed)
-
-
-def parameter_count(calibrator: Calibrator) -> int:
-    """Numbers that were fitted: by the published formula where there is one, else all that the file holds."""
-    assert calibrator.num_classes is not None
-    count = calibrator.parameter_count(calibrator.num_classes)
-    return count.optimised if count else sum(tensor.numel() for tensor in calibrator.tensors().values())
 
 
 def method_name(id: str) -> str:

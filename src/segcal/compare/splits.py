@@ -2,55 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
+from segcal.cases.splits import in_no_part
 from segcal.errors import InputError
 
+#: Random splits of a study, where the dataset declares none.
+REPEATS = 3
+# Draws in a row that may give splits which are there already, before there are taken to be no others.
+_TRIES = 100
 
-def split_cases(
-    cases: CaseSet, repeats: int, fractions: tuple[float, float, float], seed: int
-) -> tuple[list[Split], list[str]]:
-    """The split of every repeat, and what the user should know of them.
 
-    Groups stay together. The splits that ``segcal.toml`` names are one split, and used where one repeat is asked for.
+class Splits(NamedTuple):
+    """The splits of a study, where they come from in words, and what else the user should know."""
+
+    splits: list[Split]
+    origin: str
+    warnings: list[str]
+
+
+def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, float, float], seed: int) -> Splits:
+    """The split of every repeat, no two of them alike. Groups stay together.
+
+    Declared test cases are only ever tested on: one repeat uses the parts as declared, and several draw calibration
+    and validation parts anew from the cases declared for these two. ``repeats`` is by default 1 where splits are
+    declared, else 3.
 
     Examples:
         >>> from segcal.synthetic import scenes
-        >>> splits, warnings = split_cases(scenes(10, size=(32, 40)), 3, (0.5, 0.2, 0.3), seed=0)
-        >>> [len(part) for part in splits[0]], len(splits), warnings
-        ([5, 2, 3], 3, [])
+        >>> found = split_cases(scenes(10, size=(32, 40)), None, (0.5, 0.2, 0.3), seed=0)
+        >>> [len(part) for part in found.splits[0]], len(found.splits), found.origin, found.warnings
+        ([5, 2, 3], 3, '3 random splits', [])
     """
-    warnings: list[str] = []
-    if cases.splits and repeats == 1:
-        splits = [_named(cases, fractions, seed, warnings)]
+    warnings = in_no_part(cases.undeclared)
+    if not cases.splits:
+        wanted = repeats or REPEATS
+        splits = _different((cases.split(*fractions, seed=seed + number) for number in count()), wanted)
+        origin = f"{len(splits)} random split{'s' * (len(splits) > 1)}"
+    elif (wanted := repeats or 1) == 1:
+        splits, origin = [_declared(cases, fractions, seed, warnings)], "the splits that the dataset declares"
     else:
-        if cases.splits:
-            warnings.append(
-                f"The dataset names its splits, but {repeats} repeats were asked for: "
-                "all of them are random; use one repeat for the named splits."
-            )
-        splits = [cases.split(*fractions, seed=seed + repeat) for repeat in range(repeats)]
+        splits = _different(_redrawn(cases, fractions, seed), wanted)
+        origin = f"the declared test part, {len(splits)} random splits of the others"
+    if len(splits) < wanted:
+        warnings.append(f"{len(splits)} repeats instead of {wanted}: these cases give no more splits that differ.")
     for split in splits:
         for name, part in zip(Split._fields, split, strict=True):
             if not len(part):
                 raise InputError(
                     f"{len(cases)} cases leave the {name} part empty",
-                    where="fractions",
+                    where="splits" if cases.splits else "fractions",
                     expected=f"at least one case in each part, of {' / '.join(f'{f:g}' for f in fractions)}",
                     fix="give more cases, or larger shares",
                 )
-    return splits, warnings
+    return Splits(splits, origin, warnings)
 
 
-def _named(cases: CaseSet, fractions: tuple[float, float, float], seed: int, warnings: list[str]) -> Split:
+def _different(drawn: Iterator[Split], wanted: int) -> list[Split]:
+    """The first splits of which no two are the same."""
+    found: dict[tuple[frozenset[str], ...], Split] = {}
+    tries = 0
+    for split in drawn:
+        key = tuple(frozenset(part.ids) for part in split)
+        tries = tries + 1 if key in found else 0
+        found.setdefault(key, split)
+        if len(found) == wanted or tries == _TRIES:
+            break
+    return list(found.values())
+
+
+def _declared(cases: CaseSet, fractions: Sequence[float], seed: int, warnings: list[str]) -> Split:
     split = cases.split()
     if len(split.validation) or len(split.calibration) < 2:
         return split
-    fit, choose, _ = fractions
-    share = choose / (fit + choose)
-    held = split.calibration.split(1 - share, share, 0.0, seed=seed)
+    held = _held_out(split.calibration, fractions, seed)
     warnings.append(
-        f"The named splits have no validation part: {len(held.validation)} of the "
+        f"No validation part is declared: {len(held.validation)} of the "
         f"{len(split.calibration)} calibration cases are held out as one."
     )
-    return Split(held.calibration, held.validation, split.test)
+    return held._replace(test=split.test)
+
+
+def _redrawn(cases: CaseSet, fractions: Sequence[float], seed: int) -> Iterator[Split]:
+    """The declared test part; the declared others at random, in parts as large as declared."""
+    declared = cases.split()
+    sizes = (len(declared.calibration), len(declared.validation), 0)
+    others = {*declared.calibration.ids, *declared.validation.ids}
+    pool = cases.select([name for name in cases.ids if name in others])
+    for number in count(seed):
+        again = pool.split(*sizes, seed=number) if sizes[1] else _held_out(pool, fractions, number)
+        yield again._replace(test=declared.test)
+
+
+def _held_out(cases: CaseSet, fractions: Sequence[float], seed: int) -> Split:
+    """Cases to fit to and cases to choose on, in the proportion of these shares."""
+    fit, choose, _ = fractions
+    share = choose / (fit + choose)
+    return cases.split(1 - share, share, 0.0, seed=seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,6 +17,7 @@ from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
 from segcal.cases.disk import Oriented
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, attach, list_cases
+from segcal.cases.splits import by_group, check_splits
 from segcal.errors import ConfigError, DataError, InputError, SegcalError
 from segcal.training.config import PARTS, TrainingConfig
 
@@ -100,12 +100,9 @@ class Dataset:
         """
         if shares is None and self.splits:
             held = {name for names in self.splits.values() for name in names}
-            if missing := sorted(held - set(self.scans)):
-                raise DataError(
-                    f"the splits name '{missing[0]}', which is not there", expected="names of labels/ files"
-                )
-            chosen = {part: tuple(self.splits.get(part, ())) for part in PARTS[1:]}
-            found = {"train": tuple(name for name in self.scans if name not in held), **chosen}
+            rest = tuple(name for name in self.scans if name not in held)
+            check_splits({"train": rest, **self.splits}, list(self.scans), self.groups)
+            found = {"train": rest, **{part: tuple(self.splits.get(part, ())) for part in PARTS[1:]}}
         else:
             sizes = SHARES if shares is None else tuple(shares.get(part, 0.0) for part in PARTS)
             found = dict(zip(PARTS, split_names(list(self.scans), sizes, seed, self.groups), strict=True))
@@ -148,20 +145,6 @@ def split_names(
     edges = [0, *np.cumsum(counts).tolist()]
     parts = [{name for group in found[a:b] for name in members[group]} for a, b in pairwise(edges)]
     return tuple(tuple(name for name in names if name in part) for part in parts)
-
-
-def by_group(names: Sequence[str], groups: str | None) -> dict[str, list[str]]:
-    """Names by what the expression finds in them: its first group, or the whole match; each alone without one."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        match = re.search(groups, name) if groups else None
-        if groups and match is None:
-            raise InputError(
-                f"the pattern {groups!r} does not match '{name}'", where="groups", expected="the patient in every name"
-            )
-        key = name if match is None else match.group(1) if match.re.groups else match.group()
-        found.setdefault(key, []).append(name)
-    return found
 
 
 def open_dataset(config: TrainingConfig) -> Dataset:

@@ -16,9 +16,10 @@ from PIL import Image, UnidentifiedImageError
 
 from segcal.cases.config import CONFIG_NAME
 from segcal.cases.formats import create_array
+from segcal.cases.splits import by_group
 from segcal.errors import DataError, InputError, OutputError
 from segcal.files import atomic_path
-from segcal.training.data import SHARES, by_group, split_names
+from segcal.training.data import SHARES, split_names
 
 Array = NDArray[Any]
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_"}
