@@ -169,6 +169,14 @@ def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return keep_argmax(rounded, logits.argmax(1))
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """``log S(z)``, ``(N, C, *spatial)``, that keeps the order exactly and 1 - p of the winner to its last digit."""
+    best, winner = logits.max(1, keepdim=True)
+    gap = logits - best
+    others = gap.exp().scatter(1, winner, 0.0).sum(1, keepdim=True)
+    return gap - torch.log1p(others)
+
+
 def free_energy(logits: Tensor) -> Tensor:
     """``logsumexp(z)`` per voxel: the part of the logits that the softmax does not see (the gauge).
 

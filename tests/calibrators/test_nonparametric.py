@@ -4,16 +4,15 @@ import torch
 
 from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.nonparametric import (
-    FINE_BINS,
-    LIMIT,
-    FineHistogram,
     HistogramBinning,
     IsotonicRegression,
-    fine_bin,
-    log_probabilities,
+    histogram_over,
     pool_adjacent_violators,
 )
+from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
+from segcal.kernels.fine_histogram import LIMIT, LOGIT_BINS, logit_bin
+from segcal.scores import log_probabilities
 from segcal.synthetic import Temperature, scenes
 
 CASES = scenes(2, size=(12, 15), num_classes=3, plant=[Temperature(1.7)], ignored=0.05)
@@ -54,9 +53,9 @@ def test_pooling_adjacent_violators_is_the_min_max_formula():
 
 def test_isotonic_is_the_exact_regression_of_rounded_probabilities():
     log_p, y = flattened()
-    bins = fine_bin(log_p)
+    bins = logit_bin(log_p)
     logit = log_p - torch.log(-torch.expm1(log_p))
-    width = 2 * LIMIT / FINE_BINS
+    width = 2 * LIMIT / LOGIT_BINS
     centre = -LIMIT + width * (bins + 0.5)
     inside = logit.abs() < LIMIT
     assert (centre - logit)[inside].abs().max() <= width / 2 + 1e-9
@@ -67,7 +66,7 @@ def test_isotonic_is_the_exact_regression_of_rounded_probabilities():
 def test_isotonic_is_within_its_bound_of_the_exact_regression():
     log_p, y = (tensor.numpy() for tensor in flattened())
     exact = isotonic_reference(log_p, y)
-    bins = fine_bin(torch.from_numpy(log_p)).numpy()
+    bins = logit_bin(torch.from_numpy(log_p)).numpy()
     found = IsotonicRegression().fit(CASES).values[bins].numpy()
     excess = squared_error(found, y) - squared_error(exact, y)
     rise = [np.ptp(exact[bins == b]) * np.mean(bins == b) for b in np.unique(bins)]
@@ -104,8 +103,11 @@ def test_one_winner_keeps_the_last_digit_of_its_doubt():
 
 
 def test_fine_histograms_are_sums_of_their_parts():
-    whole = FineHistogram.over(CASES)
-    parts = [FineHistogram.over(CASES[k : k + 1]) for k in range(2)]
+    whole = histogram_over(CASES, classwise=True)
+    parts = [histogram_over(CASES[k : k + 1], classwise=True) for k in range(2)]
+    together = histogram_over(CASES, classwise=False)
+    assert (together.counts[0] == whole.counts.sum(0)).all()
+    assert (together.positive[0] == whole.positive.sum(0)).all()
     assert (whole.counts == parts[0].counts + parts[1].counts).all()
     assert (whole.positive == parts[0].positive + parts[1].positive).all()
     valid = sum(int(case.valid.sum()) for case in CASES)
@@ -119,7 +121,7 @@ def test_histogram_is_the_share_of_the_class_in_bins_of_equal_mass(num_bins):
     log_p, y = (tensor.view(-1, 3) for tensor in flattened())
     for k in range(3):
         edges = [-np.inf, *calibrator.edges[k].tolist(), 0.0]
-        heaviest = int(np.bincount(fine_bin(log_p[:, k])).max())
+        heaviest = int(np.bincount(logit_bin(log_p[:, k])).max())
         for b in range(num_bins):
             inside = (log_p[:, k] > edges[b]) & (log_p[:, k] <= edges[b + 1])
             count = int(inside.sum())
@@ -133,7 +135,7 @@ def test_worse_than_the_identity_falls_back_and_says_so():
     calibrator = HistogramBinning(num_bins=1).fit(CASES)
     report = calibrator.fit_report
     assert "identity, which is kept" in report.notes[0]
-    assert report.nll_after == report.nll_before == mean_loss(CASES).nll
+    assert report.nll_after == report.nll_before == pytest.approx(mean_loss(CASES).nll, rel=1e-12)
     z = CASES[0].logits
     assert torch.allclose(calibrator(z), z.log_softmax(1), atol=1e-6)
 
@@ -148,3 +150,14 @@ def test_unseen_scores_stay_finite(kind):
 def test_no_bins_are_refused():
     with pytest.raises(InputError, match="num_bins is 0"):
         HistogramBinning(0)
+
+
+@pytest.mark.parametrize("kind", [IsotonicRegression, HistogramBinning])
+def test_a_fit_reads_every_case_twice(kind):
+    opened = []
+
+    def counted(ref):
+        return CaseRef(ref.id, lambda: opened.append(ref.id) or ref.open())
+
+    kind().fit(CaseSet([counted(ref) for ref in CASES.refs], CASES.num_classes))
+    assert sorted(opened) == sorted(2 * CASES.ids)

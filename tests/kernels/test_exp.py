@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 
-from segcal.kernels.compiled import exp, log1p
+from segcal.kernels.compiled import exp, exp64, log1p
 
 
 @numba.njit(fastmath={"contract"})
@@ -49,3 +49,16 @@ def test_exp_of_special_values():
 def test_log1p_keeps_its_precision_down_to_nothing():
     x = np.concatenate(([0.0], 10.0 ** np.linspace(-37, 4, 20001)))
     assert np.allclose(logarithms(x), np.log1p(x), rtol=2e-12, atol=0)
+
+
+@numba.njit(fastmath={"contract"})
+def doubles(x):
+    return np.array([exp64(value) for value in x])
+
+
+def test_exp_of_float64_is_right_to_its_last_digits():
+    x = -np.concatenate((10.0 ** np.linspace(-30, 0, 5001), np.linspace(1, 708, 50_001), [0.0]))
+    assert np.allclose(doubles(x), np.exp(x), rtol=4e-16, atol=0)
+    special = doubles(np.array([-1000.0, -np.inf, np.nan]))
+    assert 0 < special[0] == special[1] < 1e-307
+    assert np.isnan(special[2])

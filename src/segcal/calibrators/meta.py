@@ -13,8 +13,8 @@ from torch import Tensor
 from segcal.calibrators.base import Calibrator, FitData, Fitted
 from segcal.calibrators.first_pass import HIGHEST, LOWEST, FirstPass
 from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts, mean_loss
-from segcal.calibrators.nonparametric import log_probabilities
 from segcal.errors import InputError
+from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
 
 # Two parameters need no more.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,79 +10,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
+from segcal.calibrators.first_pass import check_nll
 from segcal.calibrators.measured import mean_loss
 from segcal.cases import CaseSet
-from segcal.errors import InputError
+from segcal.errors import InputError, SegcalError
+from segcal.kernels.fine_histogram import LOGIT_BINS, FineHistogram, logit_centres, logit_edges
+from segcal.scores import log_probabilities
 
 FloatArray = NDArray[np.float64]
 
-#: The fine histogram has this many bins, equally wide in logit(p) between these limits.
-FINE_BINS, LIMIT = 2**14, 30.0
-_WIDTH = 2 * LIMIT / FINE_BINS
 # Of p, added to the isotonic map so that it rises strictly.
 _SLOPE = 1e-9
-_PIECE = 2**20
+# The edges of binning are higher, in log p, by this share: there float32 would decide by its rounding.
+_ABOVE = 1e-6
 
 
-class FineHistogram(NamedTuple):
-    """Of every class probability: ``counts``, ``positive`` (the class is the label), sum of p; each ``(C, bins)``."""
-
-    counts: NDArray[np.int64]
-    positive: NDArray[np.int64]
-    probability: FloatArray
-
-    @classmethod
-    def over(cls, cases: CaseSet) -> FineHistogram:
-        """One pass over all valid voxels; memory does not grow with their number."""
-        shape = (cases.num_classes, FINE_BINS)
-        found = cls(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape))
-        for case in cases:
+def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
+    """One pass over all valid voxels, which also checks the data; memory does not grow with their number."""
+    histogram = FineHistogram(cases.num_classes, classwise=classwise)
+    for case in cases:
+        try:
             for chunk in case.chunks():
-                found.add(chunk.logits, chunk.labels, chunk.valid)
-            del case
-        return found
-
-    def add(self, logits: Tensor, labels: Tensor, valid: Tensor) -> None:
-        """Add voxels: ``logits (N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``."""
-        step = max(1, _PIECE // logits.shape[1])
-        for scores, own_labels, own_valid in zip(logits.flatten(2), labels.flatten(1), valid.flatten(1), strict=True):
-            for start in range(0, scores.shape[1], step):
-                here = own_valid[start : start + step].nonzero()[:, 0] + start
-                self._add(scores[:, here].double().cpu(), own_labels[here].long().cpu())
-
-    def _add(self, scores: Tensor, labels: Tensor) -> None:
-        log_p = log_probabilities(scores[None])[0]
-        bins = fine_bin(log_p)
-        flat = (bins + FINE_BINS * torch.arange(len(bins))[:, None]).flatten()
-        self.counts.reshape(-1)[:] += np.bincount(flat, minlength=self.counts.size)
-        self.probability.reshape(-1)[:] += np.bincount(flat, log_p.exp().flatten(), self.counts.size)
-        own = (bins.gather(0, labels[None])[0] + FINE_BINS * labels).numpy()
-        self.positive.reshape(-1)[:] += np.bincount(own, minlength=self.counts.size)
-
-
-def fine_edges() -> FloatArray:
-    """``log p`` at the inner edges of the fine bins ``(bins - 1,)``."""
-    return _log_sigmoid(_WIDTH, FINE_BINS - 1)
-
-
-def _log_sigmoid(offset: float, count: int) -> FloatArray:
-    """``log p`` at ``count`` logits a bin apart, the first one ``offset`` above the lower limit."""
-    logit = -LIMIT + offset + _WIDTH * np.arange(count)
-    return np.asarray(-np.logaddexp(0, -logit))
-
-
-def fine_bin(log_p: Tensor) -> Tensor:
-    """The fine bin of every log-probability; it never falls as that rises."""
-    edges = torch.from_numpy(fine_edges()).to(log_p)
-    return torch.searchsorted(edges, log_p.contiguous())
-
-
-def log_probabilities(logits: Tensor) -> Tensor:
-    """``log S(z)``, ``(N, C, *spatial)``, that keeps the order exactly and 1 - p of the winner to its last digit."""
-    best, winner = logits.max(1, keepdim=True)
-    gap = logits - best
-    others = gap.exp().scatter(1, winner, 0.0).sum(1, keepdim=True)
-    return gap - torch.log1p(others)
+                histogram.add(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        del case
+    if not histogram.voxels:
+        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    check_nll(histogram.nll)
+    return histogram
 
 
 def pool_adjacent_violators(values: FloatArray, weights: FloatArray) -> FloatArray:
@@ -141,31 +97,42 @@ class IsotonicRegression(Calibrator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("centres", torch.from_numpy(_log_sigmoid(_WIDTH / 2, FINE_BINS)), persistent=False)
-        self.register_buffer("values", torch.zeros(FINE_BINS, dtype=torch.float64))
+        self.register_buffer("centres", torch.from_numpy(logit_centres()), persistent=False)
+        self.register_buffer("values", torch.zeros(LOGIT_BINS, dtype=torch.float64))
         self.register_buffer("fitted", torch.zeros((), dtype=torch.float64))  # 1, or 0 for the identity
 
     def _fit(self, data: FitData) -> Fitted:
-        before = mean_loss(data.cases)
-        count, positive, _ = (array.sum(0) for array in FineHistogram.over(data.cases))
+        histogram = histogram_over(data.cases, classwise=False)
+        count, positive = histogram.counts[0], histogram.positive[0]
         seen = np.flatnonzero(count)
         fitted = pool_adjacent_violators(positive[seen] / count[seen], count[seen].astype(float))
-        self.values.copy_(torch.from_numpy(np.interp(np.arange(FINE_BINS), seen, fitted)))
+        self.values.copy_(torch.from_numpy(np.interp(np.arange(LOGIT_BINS), seen, fitted)))
         self.fitted.fill_(1.0)
-        return _measured(self, data, before.nll, before.voxels)
+        return _measured(self, data, histogram)
 
     def _scores(self, logits: Tensor) -> Tensor:
         log_p = log_probabilities(logits)
         # Everything that could round unevenly happens at the centres. From there on there are only sums, products and
         # comparisons, which never turn an order round.
-        knots = (self.values + _SLOPE * self.centres.exp()).log().cummax(0).values.to(log_p)
-        centres = self.centres.to(log_p)
+        knots, centres = self._knots().to(log_p), self.centres.to(log_p)
         inside = log_p.clamp(centres[0], centres[-1])
-        lower = (torch.searchsorted(centres, inside.contiguous()) - 1).clamp(0, FINE_BINS - 2)
+        lower = (torch.searchsorted(centres, inside.contiguous()) - 1).clamp(0, LOGIT_BINS - 2)
         start, low, high = centres[lower], knots[lower], knots[lower + 1]
         scores = torch.minimum(low + (high - low) * ((inside - start) / (centres[lower + 1] - start)), high)
         scores = torch.where(self.fitted.to(log_p) > 0, scores, log_p)
         return scores.masked_fill(log_p == -torch.inf, -torch.inf)
+
+    def _knots(self) -> Tensor:
+        """The logarithm of the map at the centres."""
+        return (self.values + _SLOPE * self.centres.exp()).log().cummax(0).values
+
+    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
+        log_probs: Tensor = (
+            kernels.apply_knots(logits, self.centres, self._knots())
+            if float(self.fitted)
+            else kernels.apply_temperature(logits, 1.0)
+        )
+        return log_probs
 
 
 class HistogramBinning(Calibrator):
@@ -196,8 +163,8 @@ class HistogramBinning(Calibrator):
 
     def __init__(self, num_bins: int = 15) -> None:
         super().__init__()
-        if not 1 <= num_bins <= FINE_BINS:
-            raise InputError(f"num_bins is {num_bins}", expected=f"1 to {FINE_BINS}")
+        if not 1 <= num_bins <= LOGIT_BINS:
+            raise InputError(f"num_bins is {num_bins}", expected=f"1 to {LOGIT_BINS}")
         self.num_bins = num_bins
         self.register_buffer("edges", torch.zeros(0, num_bins - 1, dtype=torch.float64))
         self.register_buffer("values", torch.zeros(0, num_bins, dtype=torch.float64))
@@ -213,10 +180,10 @@ class HistogramBinning(Calibrator):
         return {"num_bins": self.num_bins}
 
     def _fit(self, data: FitData) -> Fitted:
-        before = mean_loss(data.cases)
-        histogram = FineHistogram.over(data.cases)
-        lower_edges = np.concatenate(([np.finfo(float).min], fine_edges(), [0.0]))
-        for k, (count, positive, probability) in enumerate(zip(*histogram, strict=True)):
+        histogram = histogram_over(data.cases, classwise=True)
+        lower_edges = np.concatenate(([np.finfo(float).min], logit_edges(), [0.0]))
+        for k in range(data.cases.num_classes):
+            count, positive, probability = histogram.counts[k], histogram.positive[k], histogram.probability[k]
             # Each fine bin goes where the middle of its mass lies; one with much mass leaves the next bins empty.
             middle = (np.cumsum(count) - count / 2) / count.sum()
             bins = np.minimum(middle * self.num_bins, self.num_bins - 1).astype(np.int64)
@@ -224,10 +191,10 @@ class HistogramBinning(Calibrator):
             values = (hits + sums / np.maximum(total, 1)) / (total + 1)
             seen = np.flatnonzero(total)  # the others take the value of their neighbours
             first = np.searchsorted(bins, np.arange(1, self.num_bins))
-            self.edges[k] = torch.from_numpy(lower_edges[first])
+            self.edges[k] = torch.from_numpy(lower_edges[first] * (1 - _ABOVE))
             self.values[k] = torch.from_numpy(np.interp(np.arange(self.num_bins), seen, values[seen]))
         self.fitted.fill_(1.0)
-        return _measured(self, data, before.nll, before.voxels)
+        return _measured(self, data, histogram)
 
     def _scores(self, logits: Tensor) -> Tensor:
         log_p = log_probabilities(logits)
@@ -238,13 +205,23 @@ class HistogramBinning(Calibrator):
         scores = torch.where(self.fitted.to(log_p) > 0, scores, log_p)
         return scores.masked_fill(log_p == -torch.inf, -torch.inf)
 
+    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
+        log_probs: Tensor = (
+            kernels.apply_bins(logits, self.edges, self.values.log())
+            if float(self.fitted)
+            else kernels.apply_temperature(logits, 1.0)
+        )
+        return log_probs
 
-def _measured(calibrator: IsotonicRegression | HistogramBinning, data: FitData, before: float, voxels: int) -> Fitted:
+
+def _measured(calibrator: IsotonicRegression | HistogramBinning, data: FitData, histogram: FineHistogram) -> Fitted:
     """What to report; the identity where the map is worse than that."""
-    after = mean_loss(data.cases, calibrator).nll
+    before, after = histogram.nll / histogram.voxels, mean_loss(data.cases, calibrator).nll
     notes = []
     if not after <= before:
         calibrator.fitted.fill_(0.0)
         notes.append(f"renormalising gives an NLL of {after:.6g}, worse than that of the identity, which is kept")
         after = before
-    return Fitted(before, after, converged=True, certificate=0.0, iterations=1, voxels_used=voxels, notes=notes)
+    return Fitted(
+        before, after, converged=True, certificate=0.0, iterations=1, voxels_used=histogram.voxels, notes=notes
+    )

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels import apply_loops, expert_loops
+from segcal.kernels import apply_loops, binned_loops, expert_loops
 from segcal.kernels.expert_cpu import pack
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
@@ -75,6 +75,54 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
         block, scratch = apply_loops.new_block(classes, size), expert_loops.new_scratch(classes, experts, size)
         return lambda x, start, stop, out, to: expert_loops.apply_range(
             x, start, stop, experts, keep, rounding, block, scratch, out, to
+        )
+
+    return _map(logits, new_loop, threads)
+
+
+def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor, threads: int | None = None) -> Tensor:
+    """``log S(g(log S(z)))`` of logits ``(N, C, *spatial)`` in their dtype and with their argmax.
+
+    g rises and is linear between ``knots (bins,)`` at ``centres (bins,)``, which are those of ``fine_histogram``.
+
+    Examples:
+        >>> from segcal.kernels.fine_histogram import logit_centres
+        >>> centres = torch.from_numpy(logit_centres())
+        >>> apply_knots(torch.tensor([[2.0, 0.0]]), centres, centres).exp()
+        tensor([[0.8808, 0.1192]])
+    """
+    classes, size = logits.shape[1], block_size(logits.shape[1], _SCORES)
+    at, values = (np.ascontiguousarray(array.float().cpu().numpy()) for array in (centres, knots))
+
+    def new_loop(rounding: int) -> Loop:
+        block, place = apply_loops.new_block(classes, size), np.zeros(size, np.int32)
+        return lambda x, start, stop, out, to: binned_loops.isotonic_range(
+            x, start, stop, at, values, rounding, block, place, out, to
+        )
+
+    return _map(logits, new_loop, threads)
+
+
+def apply_bins(logits: Tensor, edges: Tensor, values: Tensor, threads: int | None = None) -> Tensor:
+    """Log-probabilities whose scores are ``values (C, bins)`` of the bin that log S(z) is in, by class.
+
+    Bins are ``(lo, hi]``, their inner ``edges (C, bins - 1)`` in log p.
+
+    Examples:
+        >>> edges, values = torch.tensor([[-0.7], [-0.7]]), torch.tensor([[0.2, 0.8], [0.2, 0.8]]).log()
+        >>> apply_bins(torch.tensor([[2.0, 0.0]]), edges, values).exp()
+        tensor([[0.8000, 0.2000]])
+    """
+    classes, bins = values.shape
+    steps = (bins - 1).bit_length()
+    limits = np.full((classes, 2**steps - 1), np.inf, np.float32)
+    limits[:, : bins - 1] = edges.float().cpu().numpy()
+    scores = np.ascontiguousarray(values.float().cpu().numpy())
+
+    def new_loop(rounding: int) -> Loop:
+        block = apply_loops.new_block(classes, block_size(classes, _SCORES))
+        return lambda x, start, stop, out, to: binned_loops.histogram_range(
+            x, start, stop, steps, limits, scores, rounding, block, out, to
         )
 
     return _map(logits, new_loop, threads)

@@ -100,7 +100,7 @@ def _next_lower(value, rounding):
 
 
 @elementwise
-def _sum_others(z, start, size, best, winner, beta, rest):
+def sum_others(z, start, size, best, winner, beta, rest):
     """Sum ``exp(beta (score - best))`` over the classes other than the winner.
 
     The winner's own term is exactly 1 and left out, so that what is left (1 - confidence) keeps its relative precision
@@ -124,7 +124,7 @@ def write_log_softmax(b, z, start, size, beta, keep, kept, rounding, out, to):
     values are rounded to; ``b.own`` is its score.
     """
     best, log_sum, rest = b.best, b.log_sum, b.rest
-    _sum_others(z, start, size, best, b.winner, beta, rest)
+    sum_others(z, start, size, best, b.winner, beta, rest)
     for v in range(size):
         undefined = (best[v] - best[v]) + (rest[v] - rest[v])  # NaN where one of them is not finite, else 0
         log_sum[v] = np.float32(log1p(np.float64(rest[v]))) + undefined
@@ -164,7 +164,7 @@ def strata_range(x, start, stop, labels, edges, b, out):
     for first in range(start, stop, block):
         size = min(block, stop - first)
         largest(x, first, size, b.best, b.winner)
-        _sum_others(x, first, size, b.best, b.winner, _ONE, b.rest)
+        sum_others(x, first, size, b.best, b.winner, _ONE, b.rest)
         here, to = labels[first - start : first - start + size], out[first - start : first - start + size]
         for v in range(size):
             winner = np.int64(b.winner[v])

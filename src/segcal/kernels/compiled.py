@@ -43,6 +43,12 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 _EXPONENT_ONE, _EXPONENT_SHIFT = np.int32(0x3F800000), np.int32(23)
 _ROOT_HALF_BITS, _MANTISSA_BITS = np.int64(0x3FE6A09E667F3BCD), np.int64(52)
 _LN2 = math.log(2)
+# The same for float64: exp(-708) is the last normal number, n * _LN2_HIGH_64 is exact for n down to -1022, and what the
+# series leaves out after r^13 / 13! is 4e-18 of exp(r).
+_SMALLEST_64, _ROUND_64 = -708.0, 1.5 * 2**52
+_LN2_HIGH_64, _LN2_LOW_64 = float.fromhex("0x1.62e42fefa0000p-1"), float.fromhex("0x1.cf79abc9e3b39p-40")
+_SERIES = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
+_EXPONENT_ONE_64, _EXPONENT_SHIFT_64 = np.int64(0x3FF0000000000000), np.int64(52)
 
 
 @inlined
@@ -61,6 +67,21 @@ def exp(x):
     p = _ONE + r * p
     scale = np.int32((shifted.view(np.int32) << _EXPONENT_SHIFT) + _EXPONENT_ONE)
     return p * scale.view(np.float32)
+
+
+@inlined
+def exp64(x):
+    """exp of a float64 in [-inf, 0], to its last digits; NaN stays NaN."""
+    x = _SMALLEST_64 if x < _SMALLEST_64 else x
+    shifted = x * (1 / _LN2) + _ROUND_64
+    n = shifted - _ROUND_64
+    r = x - n * _LN2_HIGH_64
+    r = r - n * _LN2_LOW_64
+    p = 0.0
+    for term in _SERIES:
+        p = term + r * p
+    scale = np.int64((np.float64(shifted).view(np.int64) << _EXPONENT_SHIFT_64) + _EXPONENT_ONE_64)
+    return p * scale.view(np.float64)
 
 
 @inlined

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,6 +31,15 @@ def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], slice]:
     if scores.dtype != torch.float32 or not scores.is_contiguous():
         scores, columns = scores[:, columns].float().contiguous(), slice(0, columns.stop - columns.start)
     return scores.numpy(), columns
+
+
+def labelled(voxels: Voxels, piece: Piece) -> tuple[NDArray[np.int64], int, NDArray[np.bool_]]:
+    """The piece's labels, the label of voxels that do not count, and the mask, which is empty where there is none."""
+    labels = np.ascontiguousarray(voxels.flat(voxels.labels, piece).numpy(), np.int64)
+    ignored = int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
+    if voxels.mask is None:
+        return labels, ignored, np.empty(0, np.bool_)
+    return labels, ignored, np.ascontiguousarray(voxels.flat(voxels.mask, piece).numpy())
 
 
 def block_size(classes: int, scores: int = 20480) -> int:

@@ -53,19 +53,8 @@ def temperature_sums(
 def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
     total = TemperatureSums()
     for piece in voxels.pieces():
-        scores, columns = voxels.scores(piece)
-        labels = voxels.flat(voxels.labels, piece)
-        valid = torch.ones_like(labels, dtype=torch.bool)
-        if voxels.ignore_index is not None:
-            valid &= labels != voxels.ignore_index
-        if voxels.mask is not None:
-            valid &= voxels.flat(voxels.mask, piece)
-        z, y = scores[:, columns][:, valid].double(), labels[valid].long()
-        best = z.amax(0)
-        bad = ~torch.isfinite(best) | (y < 0) | (y >= len(z))
-        if bool(bad.any()):
-            raise voxels.bad_voxel(piece.offset + int(valid.nonzero()[bad.nonzero()[0, 0], 0]))
-        d = (z - best) * beta
+        z, y = voxels.checked(piece)
+        d = (z - z.amax(0)) * beta
         log_p = d.log_softmax(0)
         p, own = log_p.exp(), d.gather(0, y[None])[0]
         d = torch.where(p > 0, d, 0.0)
@@ -78,23 +67,18 @@ def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
 
 
 def _fast(voxels: Voxels, beta: float) -> TemperatureSums:
-    from segcal.kernels.pieces_cpu import block_size, matrix, workers
+    from segcal.kernels.pieces_cpu import block_size, labelled, matrix, workers
     from segcal.kernels.pool import in_threads
     from segcal.kernels.temperature_loops import new_block, temperature_range
 
     classes, count = voxels.logits.shape[1], workers(voxels, None)
-    ignored = np.iinfo(np.int64).min if voxels.ignore_index is None else voxels.ignore_index
 
     def work(turn: int) -> tuple[TemperatureSums, int]:
         block, sums = new_block(block_size(classes)), np.zeros(4)
         for piece in itertools.islice(voxels.pieces(), turn, None, count):
             x, columns = matrix(voxels, piece)
-            labels = np.ascontiguousarray(voxels.flat(voxels.labels, piece).numpy(), np.int64)
-            mask = np.empty(0, np.bool_)
-            if voxels.mask is not None:
-                mask = np.ascontiguousarray(voxels.flat(voxels.mask, piece).numpy())
             bad = temperature_range(
-                x, columns.start, columns.stop, labels, ignored, mask, np.float32(beta), block, sums
+                x, columns.start, columns.stop, *labelled(voxels, piece), np.float32(beta), block, sums
             )
             if bad >= 0:
                 return TemperatureSums(), piece.offset + bad

@@ -144,6 +144,21 @@ class Voxels:
         """The piece's part of an ``(N, *spatial)`` tensor, ``(v,)``."""
         return tensor[piece.images][piece.window].reshape(-1)[piece.columns]
 
+    def checked(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels; raises where one is unfit."""
+        scores, columns = self.scores(piece)
+        labels = self.flat(self.labels, piece)
+        valid = torch.ones_like(labels, dtype=torch.bool)
+        if self.ignore_index is not None:
+            valid &= labels != self.ignore_index
+        if self.mask is not None:
+            valid &= self.flat(self.mask, piece)
+        z, y = scores[:, columns][:, valid].double(), labels[valid].long()
+        bad = ~torch.isfinite(z.amax(0)) | (y < 0) | (y >= len(z))
+        if bool(bad.any()):
+            raise self.bad_voxel(piece.offset + int(valid.nonzero()[bad.nonzero()[0, 0], 0]))
+        return z, y
+
     def bad_voxel(self, flat: int) -> InputError:
         """The error for the voxel with this flat index, which has an impossible label or scores without softmax."""
         index = tuple(int(i) for i in np.unravel_index(flat, tuple(self.labels.shape)))

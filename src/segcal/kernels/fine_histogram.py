@@ -1,0 +1,130 @@
+"""Histograms of class probabilities so fine that regressions can be made from them: one read of the logits.
+
+Bins are equally wide in logit(p): both ends, where most probabilities of a segmentation are, keep their detail.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.kernels import fast_maps
+from segcal.kernels.grid import BinGrid
+from segcal.kernels.voxels import Voxels
+from segcal.scores import log_probabilities
+
+FloatArray = NDArray[np.float64]
+
+#: How many bins there are, and the logits between which they lie; what is beyond is in the outer ones.
+LOGIT_BINS, LIMIT = 2**14, 30.0
+WIDTH = 2 * LIMIT / LOGIT_BINS
+_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
+# Logits of few digits may lie on an edge, where rounding would decide: edges are higher, in log p, by this share.
+_ABOVE = 1e-12
+# Threads have tables of their own as long as all of them fit 64 MB; beyond that they divide the classes.
+_NUMBERS = 2**23
+
+
+class FineHistogram:
+    """Of every class probability: ``counts``, ``positive`` (the class is the label) and the sum of p, ``(R, bins)``.
+
+    There is a row for each class, or with ``classwise=False`` one for all. ``voxels`` is how many were added, and
+    ``nll`` the sum of theirs.
+
+    Examples:
+        >>> histogram = FineHistogram(3)
+        >>> histogram.add(torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64))
+        >>> histogram.counts.sum(1), histogram.positive.sum(1), histogram.probability.sum(1).round(3)
+        (array([5, 5, 5]), array([5, 0, 0]), array([1.667, 1.667, 1.667]))
+    """
+
+    def __init__(self, num_classes: int, *, classwise: bool = True) -> None:
+        shape = (num_classes if classwise else 1, LOGIT_BINS)
+        self.counts, self.positive = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self.probability = np.zeros(shape)
+        self.classwise, self.voxels, self.nll = classwise, 0, 0.0
+
+    def add(
+        self, logits: Tensor, labels: Tensor, *, ignore_index: int | None = None, mask: Tensor | None = None
+    ) -> None:
+        """Add the valid voxels of ``logits (N, C, *spatial)``; raises where a voxel is unfit."""
+        voxels = Voxels(logits, labels, _NO_GRID, None, ignore_index=ignore_index, mask=mask)
+        (self._add if fast_maps(logits) is None else self._add_fast)(voxels)
+
+    def _add(self, voxels: Voxels) -> None:
+        """The definition."""
+        for piece in voxels.pieces():
+            scores, labels = (tensor.cpu() for tensor in voxels.checked(piece))
+            log_p = log_probabilities(scores[None])[0]
+            rows = torch.arange(len(log_p)) if self.classwise else torch.zeros(len(log_p), dtype=torch.int64)
+            places = logit_bin(log_p) + LOGIT_BINS * rows[:, None]
+            own = places.gather(0, labels[None])[0]
+            flat, size = places.flatten().numpy(), self.counts.size
+            self.counts.reshape(-1)[:] += np.bincount(flat, minlength=size)
+            self.probability.reshape(-1)[:] += np.bincount(flat, log_p.exp().flatten(), size)
+            self.positive.reshape(-1)[:] += np.bincount(own, minlength=size)
+            self.voxels += len(labels)
+            self.nll -= float(log_p.gather(0, labels[None]).sum())
+
+    def _add_fast(self, voxels: Voxels) -> None:
+        """The same, by compiled loops."""
+        from segcal.kernels.fine_loops import Tables, fill_range, new_block
+        from segcal.kernels.pieces_cpu import block_size, labelled, matrix, workers
+        from segcal.kernels.pool import in_threads
+
+        classes, threads = voxels.logits.shape[1], workers(voxels, None)
+        copies = min(threads, max(1, _NUMBERS // (3 * self.counts.size)))
+        groups = threads // copies if self.classwise else 1
+        edges = np.concatenate(([-np.inf], logit_edges(), [np.inf]))
+        own = Tables(self.counts, self.positive, self.probability)
+        tables = [own] + [Tables(*(np.zeros_like(table) for table in own)) for _ in range(copies - 1)]
+
+        def work(turn: int) -> tuple[FloatArray, int]:
+            copy, group = divmod(turn, groups)
+            block, sums = new_block(classes, block_size(classes)), np.zeros(2)
+            for piece in itertools.islice(voxels.pieces(), copy, None, copies):
+                x, columns = matrix(voxels, piece)
+                bad = fill_range(
+                    x, columns.start, columns.stop, *labelled(voxels, piece),
+                    edges, group, groups, block, tables[copy], sums,
+                )  # fmt: skip
+                if bad >= 0:
+                    return sums, piece.offset + bad
+            return sums, -1
+
+        results = in_threads(work, copies * groups)
+        unfit = [place for _, place in results if place >= 0]
+        if unfit:
+            raise voxels.bad_voxel(min(unfit))
+        for other in tables[1:]:
+            for mine, theirs in zip(own, other, strict=True):
+                mine += theirs
+        number, nll = np.sum([sums for sums, _ in results], 0)
+        self.voxels += int(number)
+        self.nll += float(nll)
+
+
+def logit_edges() -> FloatArray:
+    """``log p`` at the inner edges of the bins ``(bins - 1,)``."""
+    return log_sigmoid(WIDTH, LOGIT_BINS - 1) * (1 - _ABOVE)
+
+
+def logit_centres() -> FloatArray:
+    """``log p`` in the middle of the bins ``(bins,)``."""
+    return log_sigmoid(WIDTH / 2, LOGIT_BINS)
+
+
+def log_sigmoid(offset: float, count: int) -> FloatArray:
+    """``log p`` at ``count`` logits a bin apart, the first one ``offset`` above the lower limit."""
+    logit = -LIMIT + offset + WIDTH * np.arange(count)
+    return np.asarray(-np.logaddexp(0, -logit))
+
+
+def logit_bin(log_p: Tensor) -> Tensor:
+    """The bin of every log-probability; it never falls as that rises."""
+    edges = torch.from_numpy(logit_edges()).to(log_p)
+    return torch.searchsorted(edges, log_p.contiguous())
