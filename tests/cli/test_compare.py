@@ -67,7 +67,8 @@ def test_shifted_data_and_a_model_from_a_module(run, data, tmp_path, monkeypatch
     options = ("--shifted", other, "--shift", "--model", "mynet_for_segcal:predict")
     code, text, error = run("compare", data, "--methods", "ts", "-o", tmp_path / "r", *QUICK, *options)
     assert (code, error) == (0, "")
-    assert "On other, ECE" in text
+    for words in ("Shifted: other", "Shifted: photometric mild", "NLL minus ts", "On other (4 cases), NLL is"):
+        assert words in text
     names = [entry["name"] for entry in json.loads((tmp_path / "r" / "results.json").read_text())["shift"]]
     assert names == ["other", "photometric mild", "photometric strong"]
     for model, says in (
@@ -89,6 +90,7 @@ def test_mistakes_are_named_before_any_work(run, tmp_path):
         (("--pooling", "probs"), "no ensemble members"),
         (("--sensitivity", "luck"), "sensitivity is 'luck'"),
         (("--shift",), "shift without a model"),
+        (("--robust",), "robust without shifted cases"),
         (("--metrics", "nope"), "metric is 'nope'"),
     ):
         code, text, error = run("compare", root, "-o", tmp_path / "r", *options)

@@ -4,13 +4,15 @@ import torch
 from PIL import Image
 
 from segcal.calibrators import TemperatureScaling, VectorScaling
+from segcal.compare import compare
 from segcal.compare.browser import CASES, PIXELS, SLICES, chosen_cases, write_browser
 from segcal.synthetic import Temperature, scenes
 
 
 def drawn(cases, calibrator, folder):
-    values = {"ece": {name: 0.1 * place for place, name in enumerate(cases.ids)}}
-    return write_browser(cases, calibrator, "m", before=values, after=values, folder=folder)
+    values = {metric: {name: 0.1 * place for place, name in enumerate(cases.ids)} for metric in ("ece", "nll")}
+    own = None if calibrator is None else lambda name: calibrator
+    return write_browser(cases, own, "m", before=values, after=values, folder=folder)
 
 
 def panel(entry, name, folder, place=0):
@@ -81,3 +83,35 @@ def test_worst_middle_and_best_are_chosen_once_each(count):
 
 def test_undefined_values_do_not_come_first():
     assert chosen_cases({"a": float("nan"), "b": 0.1})[0][0] == "b"
+
+
+@pytest.mark.parametrize("count", [13, 40])
+def test_the_cases_that_calibration_helped_least_are_among_them(count):
+    ece = {f"case{i}": i / count for i in range(count)}
+    change = {name: (7 * i) % count - 50.0 for i, name in enumerate(ece)}
+    chosen = chosen_cases(ece, change)
+    assert len({name for name, _ in chosen}) == len(chosen) == CASES
+    least = sorted(change, key=change.get, reverse=True)[: CASES // 3]
+    assert set(least) <= {name for name, _ in chosen}
+    assert [name for name, title in chosen if title == "worst ECE"] == [f"case{count - 1 - i}" for i in range(4)]
+
+
+def test_the_worst_cases_of_all_repeats_are_drawn_each_with_a_calibrator_that_has_not_seen_it():
+    cases = scenes(10, size=(24, 32), plant=[Temperature(3.0)])
+    study = compare(cases, ("ts",), 3, tune="none", metrics=("nll", "ece"), regions=("everything",))
+    document = study.document
+    tested = [split["test"] for split in document["splits"]]
+    assert len({case for part in tested for case in part}) > len(tested[0])
+    rows = {
+        (row["method"], row["repeat"]): dict(zip(tested[row["repeat"]], row["values"], strict=True))
+        for row in document["cases"]
+        if row["metric"] == "ece"
+    }
+    ece = {case: value for repeat in range(3) for case, value in rows["uncalibrated", repeat].items()}
+    drawn_cases = [entry["case"] for entry in document["browser"]]
+    assert drawn_cases == sorted(ece, key=ece.get, reverse=True)
+    for entry in document["browser"]:
+        own = [rows["ts", repeat].get(entry["case"]) for repeat in range(3)]
+        assert entry["numbers"]["ece before"] == ece[entry["case"]]
+        assert entry["numbers"]["ece after"] == next(value for value in own if value is not None)
+        assert entry["slices"]

@@ -258,7 +258,7 @@ def test_a_folder_with_something_in_it_is_refused_before_any_work(tmp_path):
         ({"preserve": "all"}, "preserve is 'all'"),
         ({"regions": ("nope",)}, "region is 'nope'"),
         ({"metrics": ("nope",)}, "metric is 'nope'"),
-        ({"metrics": ("ece[bins=3]",)}, "the option of ece is 'bins'"),
+        ({"metrics": ("ece[bins=3]",)}, "has no option 'bins'"),
         ({"pooling": ("probs",)}, "no ensemble members"),
         ({"sensitivity": ("members",)}, "no ensemble members"),
         ({"shift": True}, "shift without a model"),

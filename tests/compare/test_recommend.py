@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segcal.compare.recommend import Candidate, Choice, choose
-from segcal.compare.words import Evidence, caveats
+from segcal.compare.recommend import Candidate, choose
 
 PRESERVES = {"order": {"order"}, "argmax": {"order", "argmax"}, "none": {"order", "argmax", None}}
 
@@ -71,22 +70,12 @@ def test_undefined_and_infinite_losses_choose_nothing(values):
     assert choose([nothing, Candidate("m", "order", True, True, 1, values)], "order", False).method == "uncalibrated"
 
 
-def evidence_of(ece):
-    return Evidence(
-        methods={key: {"translation_invariant": True, "status": "ok"} for key in ece},
-        summary={(key, "ece"): {"mean": value} for key, value in ece.items()},
-        differences={},
-        flips={},
-        diagnosis={"gauge": {"risk": "none", "free_energy_std": 0.0}},
-        cases=20,
-        voxels={"0": 10_000},
-        validation=[1.0] * 20,
-        test=[1.0] * 20,
-    )
-
-
-@pytest.mark.parametrize(("other", "told"), [(0.5, True), (0.85, True), (0.95, False), (math.nan, False)])
-def test_a_reader_is_told_of_a_method_with_a_clearly_lower_ece(other, told):
-    choice = Choice("ts", "ts", ("uncalibrated", "ts", "isotonic"), {})
-    found = caveats(choice, evidence_of({"uncalibrated": 3.0, "ts": 1.0, "isotonic": other, "dc": 0.1}), seed=0)
-    assert ["isotonic has a lower ECE" in text for text in found] == [True] * told
+def test_a_method_that_loses_on_shifted_cases_is_left_out_only_where_it_must_be_robust():
+    nothing = Candidate("uncalibrated", "order", True, True, 0, [2.0, 2.1, 2.2])
+    ts = Candidate("ts", "order", True, True, 1, [1.1, 1.2, 1.3])
+    rich = Candidate("rich", "order", True, True, 9, [1.0, 1.1, 1.2], robust=False)
+    moving = Candidate("moving", None, True, True, 9, [0.1, 0.1, 0.1], robust=False)
+    free, robust = (choose([nothing, ts, rich, moving], "order", False, wanted) for wanted in (False, True))
+    assert (free.method, free.left_out) == ("rich", ())
+    assert (robust.method, robust.best, robust.left_out) == ("ts", "ts", ("rich",))
+    assert robust.candidates == ("uncalibrated", "ts")

@@ -4,38 +4,15 @@ Without Chromium these tests skip; where ``SEGCAL_REQUIRE_CHROMIUM=1`` they fail
 """
 
 import json
-import os
 import re
-import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
 
-from report.example import HOSTILE, write
+from report.example import HOSTILE, harm, write
+from report.pages import opened, scroll_to_end
 from segcal.compare.browser import _classes
 from segcal.report import write_report
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    required = os.environ.get("SEGCAL_REQUIRE_CHROMIUM") == "1"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        if required:
-            raise
-        pytest.skip("playwright is not installed: pip install playwright")
-    if CHROMIUM is None:
-        if required:
-            pytest.fail("SEGCAL_REQUIRE_CHROMIUM is set, but there is no Chromium")
-        pytest.skip("no Chromium is installed: apt-get install chromium")
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 def volumes(folder):
@@ -58,6 +35,13 @@ def bare(folder):
     return study
 
 
+def harmful(folder):
+    """What is recommended, by NLL, makes ECE worse."""
+    study = harm(write(folder, cases=24, slices=1))
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
 def crowded(folder):
     """Long names, many methods, classes and warnings."""
     study = write(folder, cases=40, methods=20, classes=24, metrics=12, repeats=3)
@@ -70,7 +54,7 @@ def crowded(folder):
     return study
 
 
-STUDIES = {make.__name__: make for make in (volumes, images, bare, crowded)}
+STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, crowded)}
 
 
 @pytest.fixture(scope="module")
@@ -88,32 +72,7 @@ def reports(tmp_path_factory):
     return report
 
 
-@contextmanager
-def opened(browser, address, **options):
-    """A page that must neither complain, nor open a dialog, nor load anything but itself."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
-    context.set_default_timeout(10_000)
-    page = context.new_page()
-    troubles = []
-    page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("dialog", lambda dialog: (troubles.append(dialog.message), dialog.dismiss()))
-    page.on("request", lambda request: None if request.url == address else troubles.append(request.url[:200]))
-    page.goto(address)
-    page.locator("footer").wait_for()
-    yield page
-    troubles = [trouble for trouble in troubles if not trouble.startswith("data:")]
-    context.close()
-    assert troubles == []
-
-
-def scroll_to_end(page):
-    """Charts draw when they have a size; pass all of them."""
-    page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    page.wait_for_function("[...document.querySelectorAll('.chart')].every(c => c.firstChild || !c.clientWidth)")
-
-
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", ["volumes", "images", "bare", "crowded"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_complaint_and_no_sideways_scrolling(browser, reports, name, width):
     with opened(browser, reports(name)[0], viewport={"width": width, "height": 844}) as page:
@@ -159,6 +118,100 @@ def test_the_headline_says_what_how_and_how_sure(browser, reports):
             assert f"{rows[method]['low']:.4f} to {rows[method]['high']:.4f}" in text
 
 
+def colour(locator):
+    return locator.evaluate("each => getComputedStyle(each).color")
+
+
+def named(page, name):
+    """A colour of the style sheet, as the browser has it."""
+    return page.evaluate(
+        """(name) => {
+             const probe = document.body.appendChild(document.createElement("i"));
+             probe.style.color = `var(--${name})`;
+             const found = getComputedStyle(probe).color;
+             probe.remove();
+             return found;
+           }""",
+        name,
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_harm_is_said_and_never_shown_in_the_colour_of_success(browser, reports, scheme):
+    address, study = reports("harmful")
+    with opened(browser, address, color_scheme=scheme) as page:
+        over, accent = named(page, "over"), named(page, "accent")
+        cost = page.locator("#top .verdict.cost")
+        assert cost.inner_text() == study["recommendation"]["headline"][2]["text"]
+        assert colour(cost.locator("span")) == over
+        cards = page.locator("#top .card").filter(has=page.locator(".now"))
+        assert [card.locator("h3").inner_text().split(",")[0] for card in cards.all()] == ["NLL", "ECE"]
+        nll, ece = (card.locator(".now") for card in cards.all())
+        assert (colour(nll), colour(ece)) == (accent, over)
+        tested = len({case for split in study["splits"] for case in split["test"]})
+        assert f"Worse in {tested} of {tested} cases" in cards.nth(1).inner_text()
+        section = page.locator("#methods")
+        row = section.locator('tr[data-method="cms-op"]')
+        assert colour(row.locator(".value")) != over
+        calm = row.evaluate("each => getComputedStyle(each.firstChild).backgroundColor")
+        section.get_by_label("Metric", exact=True).select_option("ece")
+        assert colour(row.locator(".value")) == over
+        assert "worse" in row.inner_text()
+        assert row.evaluate("each => getComputedStyle(each.firstChild).backgroundColor") != calm
+        page.get_by_role("radio", name="All metrics").check()
+        worse = [row for row in study["differences"] if (row["region"], row["verdict"]) == ("everything", "worse")]
+        assert section.locator("td.harm").count() == len(worse)
+
+
+def test_the_methods_are_sorted_by_what_they_are_chosen_by(browser, reports):
+    address, study = reports("harmful")
+    with opened(browser, address) as page:
+        nll = means(study, "nll")
+        assert [nll[key] for key in keys(page)[:-1]] == sorted(nll.values())
+        assert "chosen by NLL on validation cases" in page.locator("#methods caption").inner_text()
+
+
+def test_shifted_data_have_intervals_and_say_who_loses(browser, reports):
+    address, study = reports("harmful")
+    with opened(browser, address) as page:
+        scroll_to_end(page)
+        shown = page.locator("#shift .line-name").count()
+        assert shown > 1
+        assert page.locator("#shift .interval").count() == shown * (1 + len(study["shift"]))
+        marks = page.locator("#shift .dot").evaluate_all("all => all.map((each) => each.getBoundingClientRect().x)")
+        assert len({round(mark) for mark in marks}) >= shown * (1 + len(study["shift"]))  # side by side
+        page.locator("#shift").get_by_label("Metric").select_option("ece")
+        page.locator("#shift summary").click()
+        cell = page.locator("#shift tbody tr").filter(has_text="order kept").locator("td").last
+        assert "worse than none" in cell.inner_text()
+        assert "loses to ts" in cell.inner_text()
+
+
+def test_a_study_of_an_earlier_version_is_still_shown(browser, tmp_path):
+    study = write(tmp_path, cases=8, methods=3, metrics=2, pictures=False)
+    for name in ("headline", "shown"):
+        del study["recommendation"][name]
+    for row in study["differences"]:
+        for name in ("verdict", "lower", "higher"):
+            del row[name]
+    for entry in study["shift"]:
+        del entry["differences"]
+    (tmp_path / "results.json").write_text(json.dumps(study))
+    with opened(browser, write_report(tmp_path).as_uri()) as page:
+        scroll_to_end(page)
+        assert "is recommended" in page.locator("#top .verdict").inner_text()
+        assert page.locator("#shift .line-name").count() > 1
+
+
+def test_every_case_that_is_listed_has_pictures(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        listed = page.locator("#cases tbody tr th").all_inner_texts()
+        assert listed
+        assert set(listed) <= {entry["case"] for entry in study["browser"]}
+        assert page.locator("#cases tbody tr th button").count() == len(listed)
+
+
 def means(study, metric, region="everything"):
     rows = [row for row in study["summary"] if (row["region"], row["metric"]) == (region, metric)]
     return {row["method"]: row["mean"] for row in rows}
@@ -172,7 +225,7 @@ def keys(page):
 def test_the_table_sorts_both_ways(browser, reports, column, field):
     address, study = reports("volumes")
     working = [method for method in study["methods"] if method["status"] == "ok"]
-    value = means(study, "ece") if field == "mean" else {method["key"]: method[field] for method in working}
+    value = means(study, "nll") if field == "mean" else {method["key"]: method[field] for method in working}
     with opened(browser, address) as page:
         head = page.locator(f'#methods th[data-column="{column}"]')
         if head.get_attribute("aria-sort") is None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import open_cases
@@ -24,7 +22,8 @@ from segcal.cli.console import err, out
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
 from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
-from segcal.compare import Step, Study, compare
+from segcal.cli.study import show_study
+from segcal.compare import Step, compare
 from segcal.compare.engine import STUDY_METRICS
 from segcal.errors import InputError, SegcalError
 from segcal.regions import REGIONS
@@ -44,10 +43,6 @@ class Keep(str, Enum):
     order = "order"
     argmax = "argmax"
     none = "none"
-
-
-_SHOWN = ("nll", "ece", "ba-ece")
-_WIDE = 110
 
 
 def compare_command(
@@ -80,6 +75,9 @@ def compare_command(
     ] = Keep.order,
     translation_invariant: Annotated[
         bool, typer.Option("--translation-invariant", help="Recommend only methods that ignore offsets of the logits.")
+    ] = False,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Recommend only methods that do not lose to ts on the shifted data.")
     ] = False,
     pooling: Annotated[
         str | None, typer.Option(help="For ensembles, comma-separated: single, probs, logits; each is compared.")
@@ -125,6 +123,7 @@ def compare_command(
             regions=_names(regions, "--regions"),
             preserve=preserve.value,
             translation_invariant=translation_invariant,
+            robust=robust,
             pooling=_names(pooling, "--pooling"),  # type: ignore[arg-type]  # compare checks the words
             shifted={_unique(path, shifted or []): open_cases(path) for path in shifted or []},
             model=load_model(model) if model else None,
@@ -147,68 +146,6 @@ def compare_command(
         show_study(study, report)
     if all(method["status"] == "failed" for method in study.document["methods"][1:]):
         raise SegcalError("every method failed", where="--methods", fix="the reasons are among the notes above")
-
-
-def show_study(study: Study, report: Path) -> None:
-    """Print the table of methods, the recommendation in words, and where the report is."""
-    data = study.document["about"]["data"]
-    out.print(f"[dim]{data['cases']} cases, {escape(data['splits'])}[/]", soft_wrap=True)
-    out.print(_method_table(study))
-    out.print(f"[dim]{escape(_costs(study))}[/]", soft_wrap=True)
-    found = study.recommendation
-    out.print()
-    for sentence in found["sentences"]:
-        out.print(escape(sentence), soft_wrap=True)
-    for caveat in (*found["caveats"], *study.document["warnings"]):
-        out.print(f"[yellow]note[/] {escape(caveat)}", soft_wrap=True)
-    out.print(f"\nreport      [bold]{escape(str(report))}[/]", soft_wrap=True)
-    if found["file"]:
-        file = report.parent / found["file"]
-        out.print(f"calibrator  [bold]{escape(str(file))}[/]", soft_wrap=True)
-        out.print(f"Next: segcal apply {escape(shlex.quote(str(file)))} NEW -o calibrated/", soft_wrap=True)
-
-
-def _method_table(study: Study) -> Table:
-    document, chosen = study.document, study.recommendation["method"]
-    summary = {(row["method"], row["metric"]): row for row in document["summary"] if row["region"] == "everything"}
-    flips = {row["method"]: row for row in document["flips"]}
-    shown = [metric for metric in _SHOWN if any(metric == known for _, known in summary)]
-    titles = {metric["id"]: metric["name"] for metric in document["metrics"]}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("method", no_wrap=True)
-    for metric in shown:
-        table.add_column(f"{titles[metric]} (95%)", justify="right")
-    table.add_column("labels moved", justify="right")
-    for method in document["methods"]:
-        key = method["key"]
-        if method["status"] == "failed":
-            table.add_row(f"[red]{escape(key)}[/]", *["failed"] * len(shown), "")
-            continue
-        cells = [_interval(summary[key, metric]) for metric in shown]
-        table.add_row(f"[bold green]{escape(key)}[/]" if key == chosen else escape(key), *cells, _moved(flips[key]))
-    return table
-
-
-def _costs(study: Study) -> str:
-    """Time and memory of every fit, all repeats together."""
-    timings = study.document["timings"]
-    fitted = {key: own for key, own in timings["per_method"].items() if own["fit_seconds"]}
-    costs = [f"{key} {own['fit_seconds']:.1f} s, {own['peak_memory_mb']:,.0f} MB" for key, own in fitted.items()]
-    whole = f"the whole study {timings['total_seconds']:.0f} s"
-    return f"fitting: {'; '.join(costs)}; {whole}" if costs else whole
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    values = [math.nan if row[name] is None else float(row[name]) for name in ("mean", "low", "high")]
-    mean, low, high = ("-" if math.isnan(value) else f"{value:.4f}" for value in values)
-    # In a narrow window the interval goes below, rather than breaking where it may.
-    gap = " " if out.width >= _WIDE else "\n"
-    return mean if low == "-" else f"{mean}{gap}{low}-{high}"
-
-
-def _moved(row: Mapping[str, Any]) -> str:
-    changed = row["harmful"] + row["beneficial"] + row["neutral"]
-    return f"{changed / row['compared']:.3%}" if changed else "none"
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from segcal.calibrators import Calibrator, load
 from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import check
-from segcal.cli.compare import show_study, study_progress
+from segcal.cli.compare import study_progress
 from segcal.cli.console import out, progress
 from segcal.cli.data import show_check
 from segcal.cli.evaluate import show_results
+from segcal.cli.study import show_study
 from segcal.compare import compare
 from segcal.evaluate import evaluate
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,29 @@ _KEPT, _HARM, _GAIN, _NEUTRAL = (
 
 def write_browser(
     cases: CaseSet,
-    calibrator: Calibrator | None,
+    calibrator: Callable[[str], Calibrator] | None,
     method: str,
     *,
     before: Mapping[str, Mapping[str, float]],
     after: Mapping[str, Mapping[str, float]],
     folder: Path,
 ) -> list[dict[str, Any]]:
-    """Draw the cases with the worst, middle and best ECE before calibration; PNG files have numbers for names.
+    """Draw some cases, those with the worst ECE before calibration first; PNG files have numbers for names.
 
     Args:
         cases: To choose from.
-        calibrator: What "after" means; None leaves those panels out.
+        calibrator: What "after" means for a case; None leaves those panels out.
         method: Its name in the study.
         before: Metric to the values of every case, uncalibrated.
         after: The same, calibrated.
         folder: Pictures go to ``browser/`` in it.
     """
     entries = []
-    for number, (name, title) in enumerate(chosen_cases(before["ece"])):
+    change = {name: after["nll"][name] - value for name, value in before["nll"].items()} if calibrator else {}
+    for number, (name, title) in enumerate(chosen_cases(before["ece"], change)):
         case = cases.select([name])[0]
         slices = []
-        for place, panels in enumerate(_panels(case, calibrator)):
+        for place, panels in enumerate(_panels(case, calibrator and calibrator(name))):
             files: list[dict[str, str]] = []
             for panel, pixels in panels["pictures"].items():
                 file = f"browser/{number}-{place}-{len(files)}.png"
@@ -82,21 +84,39 @@ def write_browser(
     return entries
 
 
-def chosen_cases(ece: Mapping[str, float], count: int = CASES) -> list[tuple[str, str]]:
-    """Names and titles of up to ``count`` cases: a third each of the worst, the middle and the best.
+def chosen_cases(
+    ece: Mapping[str, float], change: Mapping[str, float] | None = None, count: int = CASES
+) -> list[tuple[str, str]]:
+    """Names and titles of up to ``count`` cases: a third with the worst ECE, a third helped least, and two kinds more.
+
+    Args:
+        ece: Of every case.
+        change: Of the NLL of every case, which is what calibration helped; without it no case is chosen by it.
+        count: How many cases, at least 4.
 
     Examples:
-        >>> chosen_cases({"a": 0.3, "b": 0.1, "c": 0.2, "d": 0.15}, count=3)
-        [('a', 'worst ECE'), ('c', 'middle ECE'), ('b', 'best ECE')]
+        >>> chosen_cases({"a": 0.3, "b": 0.1, "c": 0.2, "d": 0.15, "e": 0.12, "f": 0.11}, {"b": 0.2}, count=4)
+        [('a', 'worst ECE'), ('b', 'helped least'), ('d', 'middle ECE'), ('f', 'best ECE')]
     """
-    worst_first = sorted(ece, key=lambda name: (-ece[name] if ece[name] == ece[name] else 1.0, name))
+    worst_first = _falling(ece)
     if len(worst_first) <= count:
         titles = ["ECE rank " + f"{place + 1} of {len(worst_first)}, worst first" for place in range(len(worst_first))]
         return list(zip(worst_first, titles, strict=True))
     third = max(1, count // 3)
-    middle = (len(worst_first) - third) // 2
-    starts = ((0, "worst ECE"), (middle, "middle ECE"), (len(worst_first) - third, "best ECE"))
-    return [(name, title) for start, title in starts for name in worst_first[start : start + third]]
+    found = dict.fromkeys(worst_first[:third], "worst ECE")
+    found |= dict.fromkeys([name for name in _falling(change or {}) if name not in found][:third], "helped least")
+    left = [name for name in worst_first if name not in found]
+    best = (count - len(found)) // 2
+    middle = count - len(found) - best
+    start = (len(left) - best - middle) // 2
+    found |= dict.fromkeys(left[start : start + middle], "middle ECE")
+    found |= dict.fromkeys(left[len(left) - best :], "best ECE")
+    return list(found.items())
+
+
+def _falling(values: Mapping[str, float]) -> list[str]:
+    """Names from the largest value to the smallest; undefined ones come last."""
+    return sorted(values, key=lambda name: (math.isnan(values[name]), -values[name], name))
 
 
 def _panels(case: Case, calibrator: Calibrator | None) -> list[dict[str, Any]]:

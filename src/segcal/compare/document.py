@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from segcal.compare import summarise
+from segcal.compare.advice import advise, against_reference, shift_evidence
 from segcal.compare.browser import write_browser
 from segcal.compare.describe import describe_metric
-from segcal.compare.facts import absent_classes, distance_unit, label_counts, missed_classes, part_voxels
+from segcal.compare.facts import absent_classes, distance_unit, label_counts, missed_classes
 from segcal.compare.measuring import Evaluation
 from segcal.compare.methods import variant_of
-from segcal.compare.recommend import RULE, Candidate, Choice, choose, mean_and_error
+from segcal.compare.recommend import mean_and_error
+from segcal.compare.robust import Shift
 from segcal.compare.run import Run
 from segcal.compare.settings import BIN_COUNTS, UNCALIBRATED
 from segcal.compare.shifted import ShiftedSet
 from segcal.compare.study import FORMAT, VERSION
-from segcal.compare.words import Evidence, caveats, sentences
 from segcal.evaluate import versions
 from segcal.metrics import Column
 from segcal.statistics import EVERYTHING
 
-CALIBRATOR_FILE = "calibrator.safetensors"
 _NLL = ("nll", EVERYTHING)
-_HEADLINE = [_NLL, ("ece", EVERYTHING)]
 Repeats = Sequence[Mapping[str, Evaluation]]
 
 
@@ -38,7 +38,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
     test: Repeats = run.evaluate_parts("testing", [s.test for s in splits], settings.measured)
     # A method that failed in the last repeat is left out of the first one, too.
     validation, test = ([run.in_order(found) for found in part] for part in (validation, test))
-    shift, shift_warnings = _shift(run)
+    shift, shift_facts, shift_warnings = _shift(run)
     columns = [column for column in test[0][UNCALIBRATED].columns if settings.shown(*column)]
     warnings += missed_classes(test[0][UNCALIBRATED], columns)
     table = summarise.Table.of(test, columns)
@@ -72,9 +72,9 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
         "shift": shift or None,
         "sensitivity": _sensitivity(run, test),
     }
-    choice = _choose(run, methods, validation)
-    document["recommendation"] = _recommendation(run, choice, document, validation, test, counts)
-    document["browser"] = _browser(run, choice, test[0])
+    advice = advise(run, document, validation, test, counts, shift_facts)
+    document["recommendation"] = advice
+    document["browser"] = _browser(run, advice["shown"], test)
     failed = [f"{key} failed: {reason}" for key, reason in run.failures.items()]
     document["warnings"] = [*warnings, *failed, *shift_warnings]
     return document
@@ -120,85 +120,27 @@ def _pooled_rows(test: Repeats, columns: summarise.Columns) -> list[dict[str, An
     return rows
 
 
-def _choose(run: Run, methods: Sequence[Mapping[str, Any]], validation: Repeats) -> Choice:
-    table = summarise.Table.of(validation, [_NLL])
-    rows = {row["key"]: row for row in methods}
-    candidates = [
-        Candidate(
-            key,
-            rows[key]["preserves"],
-            rows[key]["pooling"] in (None, run.deployed),
-            rows[key]["translation_invariant"],
-            rows[key]["parameters"],
-            table.values[:, m, 0].tolist(),
-        )
-        for m, key in enumerate(table.methods)
-    ]
-    return choose(candidates, run.settings.preserve, run.settings.translation_invariant)
-
-
-def _recommendation(
-    run: Run,
-    choice: Choice,
-    document: Mapping[str, Any],
-    validation: Repeats,
-    test: Repeats,
-    counts: Mapping[str, Sequence[int]],
-) -> dict[str, Any]:
-    headline, seed = summarise.Table.of(test, _HEADLINE), run.settings.seed
-    smallest = min((split.calibration for split in run.splits), key=len)
-    evidence = Evidence(
-        methods={row["key"]: row for row in document["methods"]},
-        summary={(row["method"], row["metric"]): row for row in summarise.summary(headline, test, seed)},
-        differences={(row["method"], row["metric"]): row for row in summarise.differences(headline, seed)},
-        flips={row["method"]: row for row in document["flips"]},
-        diagnosis=document["diagnosis"][UNCALIBRATED],
-        cases=len(smallest),
-        voxels=part_voxels(run.cases, smallest, counts),
-        validation=summarise.Table.of(validation, [_NLL]).values[:, 0, 0].tolist(),
-        test=headline.values[:, 0, 0].tolist(),
-        shift=document["shift"] or (),
-    )
-    return {
-        "method": choice.method,
-        "best": choice.best,
-        "rule": RULE,
-        "sentences": sentences(choice, evidence),
-        "caveats": caveats(choice, evidence, seed),
-        "candidates": list(choice.candidates),
-        "validation_nll": choice.validation_nll,
-        "file": _deploy(run, choice.method),
-    }
-
-
-def _deploy(run: Run, key: str) -> str | None:
-    """The chosen calibrator as a file."""
-    if run.method(key).id == UNCALIBRATED:
-        return None
-    run.refit(key).save(run.folder / CALIBRATOR_FILE)
-    return CALIBRATOR_FILE
-
-
-def _shift(run: Run) -> tuple[list[dict[str, Any]], list[str]]:
-    found, warnings = [], []
+def _shift(run: Run) -> tuple[list[dict[str, Any]], list[Shift], list[str]]:
+    entries, evidence, warnings = [], [], []
     for one in run.moved:
-        entry, failures = _shifted(run, one)
-        found.append(entry)
+        repeats, failures = run.evaluate_shifted(one)
+        entries.append(_shift_entry(run, one, repeats))
+        evidence.append(shift_evidence(run, one, repeats))
         warnings += [f"{key} failed: {reason}" for key, reason in failures.items()]
-    return found, warnings
+    return entries, evidence, warnings
 
 
-def _shifted(run: Run, one: ShiftedSet) -> tuple[dict[str, Any], Mapping[str, str]]:
-    repeats, failures = run.evaluate_shifted(one)
+def _shift_entry(run: Run, one: ShiftedSet, repeats: Repeats) -> dict[str, Any]:
+    seed = run.settings.seed
     columns = [column for column in repeats[0][UNCALIBRATED].columns if run.settings.shown(*column)]
     table = summarise.Table.of(repeats, columns)
-    entry = {
+    return {
         "name": one.name,
-        "summary": summarise.summary(table, repeats, run.settings.seed),
+        "summary": summarise.summary(table, repeats, seed),
+        "differences": [*summarise.differences(table, seed), *against_reference(run, table)],
         "flips": summarise.flips(repeats),
         "reliability": summarise.reliability(repeats, (EVERYTHING,), classes=False, bands=False),
     }
-    return entry, failures
 
 
 def _sensitivity(run: Run, test: Repeats) -> dict[str, Any]:
@@ -209,17 +151,25 @@ def _sensitivity(run: Run, test: Repeats) -> dict[str, Any]:
     return {**found, **run.evaluate_sensitivity()}
 
 
-def _browser(run: Run, choice: Choice, test: Mapping[str, Evaluation]) -> list[dict[str, Any]]:
-    """Test cases of the first repeat before and after the chosen method; where none was, the best, or any."""
-    shown = next((key for key in (choice.method, choice.best, *test) if run.method(key).id != UNCALIBRATED), None)
+def _browser(run: Run, shown: str | None, test: Repeats) -> list[dict[str, Any]]:
+    """Test cases of all repeats before and after a method, each as the first repeat that tested it has it."""
     method = run.method(shown or UNCALIBRATED)
     run.meter.next("drawing cases")
+    # The first repeat comes last and has the last word.
+    latest_first = list(enumerate(test))[::-1]
+    repeat_of = {case: repeat for repeat, found in latest_first for case in found[UNCALIBRATED].values(*_NLL)}
     before, after = (
-        {metric: test[key].values(metric) for metric in ("ece", "nll")} for key in (UNCALIBRATED, method.key)
+        {
+            metric: {case: value for _, found in latest_first for case, value in found[key].values(metric).items()}
+            for metric in ("ece", "nll")
+        }
+        for key in (UNCALIBRATED, method.key)
     )
+    tested = run.cases.select([case for case in run.cases.ids if case in repeat_of])
+    calibrator = cache(lambda repeat: run.calibrator(method.key, repeat))
     return write_browser(
-        variant_of(run.splits[0].test, run.variant(method)),
-        None if shown is None else run.calibrator(shown),
+        variant_of(tested, run.variant(method)),
+        None if shown is None else lambda case: calibrator(repeat_of[case]),
         method.key,
         before=before,
         after=after,

@@ -44,6 +44,7 @@ def compare(
     regions: Sequence[str] = (EVERYTHING, "boundary"),
     preserve: Preserve = "order",
     translation_invariant: bool = False,
+    robust: bool = False,
     pooling: Sequence[Pooling] | None = None,
     shifted: Mapping[str, CaseSet] | None = None,
     model: Callable[[Tensor], Tensor] | None = None,
@@ -78,6 +79,7 @@ def compare(
         regions: Ids of ``segcal.REGIONS``.
         preserve: What a recommended method must keep: the ``"order"`` of the classes, their ``"argmax"``, ``"none"``.
         translation_invariant: Recommend only methods that ignore offsets of the logits.
+        robust: Recommend only methods that lose neither to ``ts`` nor to no calibration on the shifted cases.
         pooling: For ensembles: compare a ``"single"`` member, the mean of ``"probs"``, the mean of ``"logits"``.
         shifted: Other datasets to test on, by name. Cases that a repeat fitted to or chose on are left out.
         model: From an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``, for ``shift``.
@@ -108,12 +110,15 @@ def compare(
         regions=tuple(dict.fromkeys(regions)),
         preserve=preserve,
         translation_invariant=translation_invariant,
+        robust=robust,
         pooling=tuple(dict.fromkeys(pooling or ())),
         sensitivity=tuple(dict.fromkeys(sensitivity)),
         seed=seed,
     )
     if workers < 1:
         raise InputError(f"workers is {workers}", expected="at least 1")
+    if robust and not shifted and not shift:
+        raise InputError("robust without shifted cases", expected="shifted= (--shifted) or shift= (--shift), or both")
     settings.check_members(cases)
     splits, origin, warnings = split_cases(cases, repeats, fractions, seed)
     settings = replace(settings, repeats=len(splits))

@@ -15,10 +15,13 @@ RULE = (
     "Of the methods that meet the constraints, the one with the lowest NLL on validation cases is the best; "
     "recommended is the one with the fewest parameters among those that lie within one standard error of it, "
     "or within 0.0001 nats. "
-    "The standard error is that of the difference to the best, case by case."
+    "The standard error is that of the difference to the best, case by case. "
+    "Where it must be robust, a method does not meet the constraints if it fails on shifted cases, or if its NLL there "
+    "is higher than that of ts or of no calibration by more than 0.0001 nats and the 95% interval of the difference, "
+    "case by case, lies above 0."
 )
-# Nobody can see so small a difference; methods that fall back to a simpler one differ by less.
-_NEGLIGIBLE = 1e-4
+#: Nats that nobody can see; methods that fall back to a simpler one differ by less.
+NEGLIGIBLE = 1e-4
 _ALLOWED: dict[Preserve, tuple[str | None, ...]] = {
     "order": ("order",),
     "argmax": ("order", "argmax"),
@@ -37,6 +40,7 @@ class Candidate:
         translation_invariant: Whether it ignores offsets of the logits.
         parameters: How many numbers it has.
         nll: Validation NLL ``(cases,)``, means over the repeats; the same cases for all candidates.
+        robust: Whether it works on all shifted cases there are and loses on none.
     """
 
     key: str
@@ -45,19 +49,26 @@ class Candidate:
     translation_invariant: bool
     parameters: int
     nll: Sequence[float]
+    robust: bool = True
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen and from what: keys, and validation NLL with the difference to the best."""
+    """What was chosen and from what: keys, and validation NLL with the difference to the best.
+
+    ``left_out`` are those that only their results on shifted cases excluded.
+    """
 
     method: str
     best: str
     candidates: tuple[str, ...]
     validation_nll: Mapping[str, Mapping[str, float]]
+    left_out: tuple[str, ...] = ()
 
 
-def choose(candidates: Sequence[Candidate], preserve: Preserve, translation_invariant: bool) -> Choice:
+def choose(
+    candidates: Sequence[Candidate], preserve: Preserve, translation_invariant: bool, robust: bool = False
+) -> Choice:
     """Apply the rule. ``uncalibrated`` must be among the candidates: it meets all constraints.
 
     Examples:
@@ -69,7 +80,7 @@ def choose(candidates: Sequence[Candidate], preserve: Preserve, translation_inva
         >>> found.best, found.method, found.candidates
         ('cms-op', 'ts', ('uncalibrated', 'ts', 'cms-op'))
     """
-    allowed = [
+    eligible = [
         one
         for one in candidates
         if one.preserves in _ALLOWED[preserve]
@@ -77,6 +88,7 @@ def choose(candidates: Sequence[Candidate], preserve: Preserve, translation_inva
         and (one.translation_invariant or not translation_invariant)
         and not math.isnan(_mean(one.nll))
     ]
+    allowed = [one for one in eligible if one.robust or not robust]
     if not allowed:  # no validation NLL at all
         allowed = [one for one in candidates if one.key == UNCALIBRATED]
     best = min(allowed, key=lambda one: (_mean(one.nll), one.parameters))
@@ -94,6 +106,7 @@ def choose(candidates: Sequence[Candidate], preserve: Preserve, translation_inva
             }
             for one in candidates
         },
+        left_out=tuple(one.key for one in eligible if one not in allowed),
     )
 
 
@@ -111,7 +124,7 @@ def _within_one_error(values: Sequence[float], best: Sequence[float]) -> bool:
     # Paired: how hard the cases are is in both, and would make every method as good as any other.
     worse = _minus(values, best)
     mean, error = _mean(worse), _standard_error(worse)  # The error of a single case is NaN, and no reason.
-    return mean <= error or mean <= _NEGLIGIBLE
+    return mean <= error or mean <= NEGLIGIBLE
 
 
 def _minus(values: Sequence[float], best: Sequence[float]) -> list[float]:

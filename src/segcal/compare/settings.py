@@ -40,6 +40,7 @@ class Settings:
     regions: tuple[str, ...]
     preserve: Preserve
     translation_invariant: bool
+    robust: bool
     pooling: tuple[Pooling, ...]
     sensitivity: tuple[Sensitivity, ...]
     seed: int

@@ -70,25 +70,33 @@ def summary(table: Table, repeats: Repeats, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def differences(table: Table, seed: int) -> list[dict[str, Any]]:
-    """Every method minus uncalibrated on the same cases: bootstrap interval, Wilcoxon p adjusted over the methods."""
-    baseline = table.methods.index(UNCALIBRATED)
-    found = inference.paired_difference(table.values[None], baseline, seed=seed)
+def differences(table: Table, seed: int, baseline: str = UNCALIBRATED) -> list[dict[str, Any]]:
+    """Every method minus another on the same cases: bootstrap interval, Wilcoxon p adjusted over the methods.
+
+    ``lower`` and ``higher`` count the cases in which the method's value is; ``verdict`` is what the interval says:
+    better, worse or unclear, and None where neither way is better or one case has no interval.
+    """
+    other = table.methods.index(baseline)
+    found = inference.paired_difference(table.values[None], other, seed=seed)
     rows = []
     for k, (metric, region) in enumerate(table.columns):
         if _base(metric) == "flip":  # Nothing flips without a calibrator: there is no baseline.
             continue
-        for test in inference.compare_pairs(table.values[:, :, k], baseline=baseline):
+        for test in inference.compare_pairs(table.values[:, :, k], baseline=other):
             m = test.first
+            ends = float(found.low[m, k]), float(found.high[m, k])
             rows.append(
                 {
                     "method": table.methods[m],
-                    "baseline": UNCALIBRATED,
+                    "baseline": baseline,
                     "region": region,
                     "metric": metric,
                     "mean": float(found.estimate[m, k]),
-                    "low": float(found.low[m, k]),
-                    "high": float(found.high[m, k]),
+                    "low": ends[0],
+                    "high": ends[1],
+                    "lower": int(np.sum(table.values[:, m, k] < table.values[:, other, k])),
+                    "higher": int(np.sum(table.values[:, m, k] > table.values[:, other, k])),
+                    "verdict": _verdict(*ends, metric_spec(_base(metric)).better),
                     "p": test.p,
                     "p_adjusted": test.adjusted,
                     "n": int(found.count[m, k]),
@@ -216,6 +224,14 @@ def _losses(metric: str, values: FloatArray) -> FloatArray:
     """The values so that lower is better."""
     better = metric_spec(_base(metric)).better
     return -values if better == "higher" else np.abs(values) if better == "zero" else values
+
+
+def _verdict(low: float, high: float, better: str) -> str | None:
+    if math.isnan(low) or better not in ("lower", "higher"):
+        return None
+    sign = 1 if better == "lower" else -1
+    ends = sorted((sign * low, sign * high))
+    return "better" if ends[1] < 0 else "worse" if ends[0] > 0 else "unclear"
 
 
 def _base(metric: str) -> str:

@@ -59,7 +59,8 @@ def _figures(study: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
 
 def _after(study: Mapping[str, Any]) -> str:
     working = [method["key"] for method in study["methods"] if method["status"] == "ok"]
-    wanted = (study["recommendation"].get("method"), study["recommendation"].get("best"), working[-1])
+    advice = study["recommendation"]
+    wanted = (advice.get("shown"), advice.get("method"), advice.get("best"), working[-1])
     return next((key for key in wanted if key in working and key != _BASELINE), _BASELINE)
 
 

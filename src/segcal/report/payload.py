@@ -56,13 +56,18 @@ def payload(
         reliability=[_reliability(row) for row in (*study["reliability"], *shifted)],
         cases=cases,
         browser=browser,
-        shift=[{"name": each["name"], "summary": each["summary"]} for each in shift],
-        files=[[name, what] for name, what in _FILES if (folder / name).is_file()],
+        shift=[{name: each.get(name, []) for name in ("name", "summary", "differences")} for each in shift],
+        files=[[name, what] for name, what in _FILES if (folder / name).is_file() and _is_of(study, name)],
         figures=figures,
         notes=[*notes, *remarks],
     )
     rounded: dict[str, Any] = _rounded(result)
     return rounded
+
+
+def _is_of(study: Mapping[str, Any], name: str) -> bool:
+    """A calibrator that an earlier study with another advice left here is not this one's."""
+    return not name.endswith(".safetensors") or study["recommendation"].get("file") == name
 
 
 def pack_cases(study: Mapping[str, Any], *, most_bytes: int = MOST_CASE_BYTES) -> tuple[dict[str, Any], int]:

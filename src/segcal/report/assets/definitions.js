@@ -6,6 +6,7 @@ const SETTINGS = {
   pooling: "Pooling of members",
   preserve: "Must preserve",
   translation_invariant: "Must be translation invariant",
+  robust: "Must not lose on shifted data",
 };
 
 function definitionsSection() {

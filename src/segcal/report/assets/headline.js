@@ -1,11 +1,4 @@
-// What was wrong, what fixes it, how sure we are, and what to do next.
-const VERDICTS = {
-  overconfident: "The network is too sure of itself.",
-  underconfident: "The network is less sure than it should be.",
-  balanced: "On average the network is as sure as it is right.",
-  undefined: "How sure the network is could not be compared with how often it is right.",
-};
-
+// What was wrong, what fixes it, how sure we are, and what to do next. The words are those of the study.
 function headlineSection() {
   const { recommendation } = study;
   const advised = recommendation.method;
@@ -16,7 +9,7 @@ function headlineSection() {
     html("p", { class: "eyebrow" }, "Calibration study"),
     html("h1", {}, study.about.title || data.name),
     html("p", { class: "facts" }, factsLine()),
-    html("p", { class: "verdict" }, verdictText(advised)),
+    headlineWords(advised),
     cards(),
     after !== BASELINE ? html("p", { class: "fine" }, afterText(advised)) : null,
     html(
@@ -53,20 +46,19 @@ function factsLine() {
     .join(" · ");
 }
 
-function verdictText(advised) {
-  const wrong = VERDICTS[study.diagnosis[BASELINE]?.set?.verdict] ?? VERDICTS.undefined;
-  if (!advised) return `${wrong} No method met the constraints.`;
-  if (advised === BASELINE) return `${wrong} Nothing that was tried is clearly better than leaving it as it is.`;
-  const metric = firstMetric("ece", "nll");
-  const change = lookUp(differences, advised, mainRegion, metric);
-  const before = numeric(lookUp(summaries, BASELINE, mainRegion, metric)?.mean);
-  const now = numeric(lookUp(summaries, advised, mainRegion, metric)?.mean);
-  const kept = flipped(advised) === 0 ? " and changes no label" : "";
-  if (change && numeric(change.high) < 0 && before > 0) {
-    const removed = Math.round(100 * (1 - now / before));
-    return `${wrong} ${nameOf(advised)} removes ${removed}% of its ${metric === "ece" ? "calibration error" : metricName(metric)}${kept}.`;
-  }
-  return `${wrong} ${nameOf(advised)} is recommended${kept}, but these cases do not show for certain that ${metricName(metric)} improves.`;
+// What is wrong and what to use, then what that costs.
+function headlineWords(advised) {
+  const plain = advised ? `${nameOf(advised)} is recommended.` : "No method met the constraints.";
+  const told = study.recommendation.headline ?? [{ text: plain, tone: "plain" }];
+  const paragraph = (sentences, name) =>
+    sentences.length
+      ? html(
+          "p",
+          { class: name },
+          sentences.map(({ text, tone }, index) => [index ? " " : "", html("span", { class: tone }, text)]),
+        )
+      : null;
+  return [paragraph(told.slice(0, 2), "verdict"), paragraph(told.slice(2), "verdict cost")];
 }
 
 function afterText(advised) {
@@ -95,11 +87,16 @@ function cards() {
           "div",
           { class: "card" },
           html("h3", {}, "How sure, how often right"),
-          html("dl", { class: "pairs" }, pair("Before", before), own ? pair("After", now) : null),
+          html(
+            "dl",
+            { class: "pairs" },
+            pair("Before", before),
+            own ? pair("After", now, Math.abs(now.sure - now.right) < Math.abs(before.sure - before.right)) : null,
+          ),
           html("p", { class: "fine" }, `Mean confidence and accuracy over ${shortCount(before.count)} test ${voxels}.`),
         )
       : null,
-    [firstMetric("ece"), firstMetric("nll")]
+    [firstMetric("nll"), firstMetric("ece")]
       .filter((id, index, all) => id && all.indexOf(id) === index)
       .map((id) => numberCard(id, own)),
     own && moved
@@ -120,15 +117,16 @@ function cards() {
   );
 }
 
-function pair(when, { sure, right }) {
+function pair(when, { sure, right }, closer = false) {
+  const name = `middle ${closer ? "better" : ""}`;
   return [
     html("dt", {}, when),
     html(
       "dd",
       {},
-      html("span", { class: "middle" }, share(sure, 1)),
+      html("span", { class: name }, share(sure, 1)),
       " sure, ",
-      html("span", { class: "middle" }, share(right, 1)),
+      html("span", { class: name }, share(right, 1)),
       " right",
     ),
   ];
@@ -141,11 +139,12 @@ function numberCard(metric, own) {
   const decimals = decimalsFor([before.mean]);
   const values = own ? [caseValues(BASELINE, mainRegion, metric), caseValues(after, mainRegion, metric)] : [];
   const count = values[0] && values[1] ? improved(metric, values[0], values[1]) : null;
+  const verdict = own ? verdictOf(after, mainRegion, metric) : null;
   const range = (row) => `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`;
   return html(
     "div",
     { class: "card" },
-    html("h3", {}, metricName(metric)),
+    html("h3", {}, metricName(metric), metric === CRITERION ? ", by which methods are chosen" : ""),
     html(
       "p",
       { class: "big" },
@@ -153,7 +152,8 @@ function numberCard(metric, own) {
       own
         ? [
             html("span", { class: "arrow", "aria-label": "to" }, "→"),
-            html("span", { class: "now" }, fixed(now.mean, decimals)),
+            html("span", { class: `now ${verdict ?? ""}` }, fixed(now.mean, decimals)),
+            verdict === "worse" ? html("span", { class: "worse word" }, "worse") : null,
           ]
         : null,
     ),
@@ -162,20 +162,30 @@ function numberCard(metric, own) {
       { class: "fine" },
       own ? `95% intervals ${range(before)}, then ${range(now)}.` : `95% interval ${range(before)}.`,
     ),
-    count ? html("p", { class: "fine strong" }, `Better in ${count.better} of ${count.total} cases.`) : null,
+    count
+      ? html(
+          "p",
+          { class: "fine strong" },
+          verdict === "worse"
+            ? `Worse in ${count.worse} of ${plural(count.total, "case")}, better in ${count.better}.`
+            : `Better in ${count.better} of ${plural(count.total, "case")}.`,
+        )
+      : null,
   );
 }
 
 function improved(metric, before, now) {
   let better = 0,
+    worse = 0,
     total = 0;
   before.forEach((value, index) => {
     const change = badness(metric, now[index]) - badness(metric, value);
     if (Number.isNaN(change)) return;
     total += 1;
     better += change < 0;
+    worse += change > 0;
   });
-  return { better, total };
+  return { better, worse, total };
 }
 
 function deployBox(advised) {

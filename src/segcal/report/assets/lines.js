@@ -36,14 +36,15 @@ function methodChips() {
   return group;
 }
 
-// `read()` gives {label, stops: [{text, at?}], log, y: label, value(method, stop index), rows(method, stop index)}.
+// `read()` gives {label, stops: [{text, at?}], log, y: label, value(method, stop index), rows(method, stop index)} and,
+// where values have intervals, range(method, stop index): then methods stand side by side at every stop.
 function lineChart(read) {
   const drawn = chart((width) => drawLines(width, read()));
   shownListeners.push(drawn.redraw);
   return drawn;
 }
 
-function drawLines(width, { label, stops, log, xLabel, yLabel, value, rows, zeroLine }) {
+function drawLines(width, { label, stops, log, xLabel, yLabel, value, rows, range, zeroLine }) {
   const keys = working.map((method) => method.key).filter((key) => shownMethods.has(key));
   const series = keys
     .map((key) => ({ key, values: stops.map((_, index) => numeric(value(key, index))) }))
@@ -58,8 +59,9 @@ function drawLines(width, { label, stops, log, xLabel, yLabel, value, rows, zero
     high: log ? ats[ats.length - 1] * margin : ats[ats.length - 1] + margin,
     ticks: stops.map((stop, index) => ({ at: ats[index], text: narrow ? (stop.short ?? stop.text) : stop.text })),
   };
+  const ends = (key, index) => (range?.(key, index) ?? []).map(numeric).filter(Number.isFinite);
   const y = axisFor(
-    series.flatMap(({ values }) => values),
+    series.flatMap(({ key, values }) => [...values, ...stops.flatMap((_, index) => ends(key, index))]),
     { label: yLabel, zero: true, count: 5 },
   );
   const longest = Math.max(0, ...series.map(({ key }) => key.length));
@@ -86,21 +88,29 @@ function drawLines(width, { label, stops, log, xLabel, yLabel, value, rows, zero
   if (zeroLine && y.low < 0 && y.high > 0) {
     plot.root.append(svg("line", { class: "zero", x1: plot.left, x2: plot.right, y1: plot.up(0), y2: plot.up(0) }));
   }
+  const room = (plot.right - plot.left) / stops.length;
+  const apart = range ? Math.min(10, (0.6 * room) / series.length) : 0;
   const points = [];
-  const ends = [];
-  for (const { key, values } of series) {
+  const names = [];
+  for (const [place, { key, values }] of series.entries()) {
+    const across = (index) => plot.across(ats[index]) + apart * (place - (series.length - 1) / 2);
     const style = styleOf(key);
     const group = svg("g", { class: style.colour });
     const known = values.map((number, index) => ({ number, index })).filter(({ number }) => Number.isFinite(number));
     const path = known
-      .map(({ number, index }, i) => `${i ? "L" : "M"}${plot.across(ats[index])} ${plot.up(number)}`)
+      .map(({ number, index }, i) => `${i ? "L" : "M"}${across(index)} ${plot.up(number)}`)
       .join("");
     group.append(svg("path", { class: "line", d: path, "stroke-dasharray": style.dash }));
     for (const { number, index } of known) {
-      const node = mark(style.shape, plot.across(ats[index]), plot.up(number), 4, { class: "dot" });
+      const node = mark(style.shape, across(index), plot.up(number), 4, { class: "dot" });
+      const [low, high] = ends(key, index);
+      if (high !== undefined)
+        group.append(
+          svg("line", { class: "interval", x1: across(index), x2: across(index), y1: plot.up(low), y2: plot.up(high) }),
+        );
       group.append(node);
       points.push({
-        x: plot.across(ats[index]),
+        x: across(index),
         y: plot.up(number),
         title: `${nameOf(key)}, ${stops[index].text}`,
         rows: rows(key, index),
@@ -108,16 +118,16 @@ function drawLines(width, { label, stops, log, xLabel, yLabel, value, rows, zero
       });
     }
     const last = known[known.length - 1];
-    ends.push({ key, colour: style.colour, x: plot.across(ats[last.index]), y: plot.up(last.number) });
+    names.push({ key, colour: style.colour, x: across(last.index), y: plot.up(last.number) });
     plot.root.append(group);
   }
   const places = spread(
-    ends.map((end) => end.y),
+    names.map((name) => name.y),
     15,
     plot.top + 4,
     plot.bottom - 4,
   );
-  ends.forEach((end, index) => {
+  names.forEach((end, index) => {
     plot.root.append(
       svg(
         "g",

@@ -14,10 +14,12 @@ function allMetrics({ region }) {
   const cell = (method, { metric, decimals, best }) => {
     const row = rowOf(method, metric.id);
     if (!row) return html("td", {}, "–");
+    const harm = verdictOf(method.key, region, metric.id) === "worse";
     return html(
       "td",
-      { class: fixed(badness(metric.id, row.mean), decimals) === best ? "best" : "" },
+      { class: harm ? "harm" : fixed(badness(metric.id, row.mean), decimals) === best ? "best" : "" },
       html("span", {}, fixed(row.mean, decimals)),
+      harm ? html("span", { class: "word" }, " worse") : null,
       html("span", { class: "fine" }, `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`),
     );
   };
@@ -29,7 +31,7 @@ function allMetrics({ region }) {
     html(
       "table",
       { class: "matrix" },
-      html("caption", {}, `${regionName(region)}. The best mean of each column is marked.`),
+      html("caption", {}, `${regionName(region)}. The best mean of each column is marked; "worse" is worse than uncalibrated beyond chance.`),
       html("thead", {}, html("tr", {}, html("th", { scope: "col", class: "text" }, "Method"), heads)),
       html(
         "tbody",

@@ -6,7 +6,7 @@ const KEEPS = {
 };
 
 function methodsSection() {
-  const state = { metric: firstMetric("ece", "nll"), region: mainRegion, view: "one", sort: "value", down: false };
+  const state = { metric: firstMetric(CRITERION, "ece"), region: mainRegion, view: "one", sort: "value", down: false };
   const place = html("div", {});
   const refresh = () => place.replaceChildren(state.view === "one" ? oneMetric(state, refresh) : allMetrics(state));
   const metricChooser = chooser("Metric", metricOptions, state.metric, (metric) => {
@@ -53,13 +53,14 @@ function columnsOf({ metric, region }) {
   );
   const reference = numeric(lookUp(summaries, BASELINE, region, metric)?.mean);
   const moved = (method) => lookUp(flips, method.key);
+  const harm = (method) => harmIn({ metric, region }, method);
   return [
     { id: "name", title: "Method", text: true, value: (method) => method.name.toLowerCase(), cell: methodCell },
     {
       id: "value",
       title: metricName(metric),
       value: (method) => badness(metric, row(method)?.mean),
-      cell: (method) => html("span", { class: "value" }, fixed(row(method)?.mean, decimals)),
+      cell: (method) => html("span", { class: `value ${harm(method)}` }, fixed(row(method)?.mean, decimals)),
     },
     {
       id: "interval",
@@ -67,7 +68,7 @@ function columnsOf({ metric, region }) {
       value: (method) => numeric(row(method)?.high) - numeric(row(method)?.low),
       wide: true,
       cell: (method) => [
-        whisker(row(method), axis, reference, method.key),
+        whisker(row(method), axis, reference, harm(method) ? "series-worse" : plainOrAfter(method.key)),
         html(
           "span",
           { class: "fine range" },
@@ -80,7 +81,7 @@ function columnsOf({ metric, region }) {
       title: "Change",
       hint: "Paired difference from the uncalibrated network; p is adjusted for the number of methods.",
       value: (method) => numeric(change(method)?.mean),
-      cell: (method) => changeCell(change(method), decimals, metric),
+      cell: (method) => changeCell(change(method), decimals),
     },
     {
       id: "pooled",
@@ -110,6 +111,10 @@ function columnsOf({ metric, region }) {
       cell: (method) => whole(method.parameters),
     },
   ];
+}
+
+function harmIn({ metric, region }, method) {
+  return verdictOf(method.key, region, metric) === "worse" ? "worse" : "";
 }
 
 function methodCell(method) {
@@ -151,12 +156,13 @@ function keepsCell(method) {
   return [html("span", { class: "keeps", title: hint }, text), invariant];
 }
 
-function changeCell(row, decimals, metric) {
+function changeCell(row, decimals) {
   if (!row) return "–";
-  const sure = (numeric(row.high) < 0 || numeric(row.low) > 0) && metricOf.get(metric)?.better !== "neither";
+  const tone = { better: "strong", worse: "strong worse" }[row.verdict] ?? "";
+  const says = row.verdict === "worse" ? "worse, " : "";
   return [
-    html("span", { class: sure ? "strong" : "" }, signed(row.mean, decimals)),
-    html("span", { class: "fine" }, pText(row.p_adjusted)),
+    html("span", { class: tone }, signed(row.mean, decimals)),
+    html("span", { class: "fine" }, `${says}${pText(row.p_adjusted)}`),
   ];
 }
 
@@ -175,7 +181,7 @@ function flipsCell(row) {
 }
 
 // Dot and whisker on the axis that all rows share; the dashed line is the uncalibrated network.
-function whisker(row, axis, reference, key) {
+function whisker(row, axis, reference, colour) {
   const width = 170,
     height = 26;
   if (!row || !Number.isFinite(numeric(row.mean))) return null;
@@ -184,7 +190,7 @@ function whisker(row, axis, reference, key) {
   return svg(
     "svg",
     {
-      class: `whisker ${styleOf(key).colour === "series-after" ? "series-after" : "series-plain"}`,
+      class: `whisker ${colour}`,
       viewBox: `0 0 ${width} ${height}`,
       width,
       height,
@@ -203,6 +209,10 @@ function whisker(row, axis, reference, key) {
     }),
     svg("circle", { class: "dot", cx: across(numeric(row.mean)), cy: height / 2, r: 4.5 }),
   );
+}
+
+function plainOrAfter(key) {
+  return key === after ? "series-after" : "series-plain";
 }
 
 function oneMetric(state, refresh) {
@@ -258,13 +268,13 @@ function oneMetric(state, refresh) {
         html(
           "caption",
           {},
-          `${metricName(state.metric)}, ${regionName(state.region).toLowerCase()}: ${direction(state.metric)}. The dashed line is the uncalibrated network.`,
+          `${metricName(state.metric)}, ${regionName(state.region).toLowerCase()}: ${direction(state.metric)}. The dashed line is the uncalibrated network; "worse" is worse than it beyond chance. Methods are chosen by ${metricName(CRITERION)} on validation cases.`,
         ),
         html("thead", {}, html("tr", {}, heads)),
         html(
           "tbody",
           {},
-          rows.map((method) => methodRow(method, columns)),
+          rows.map((method) => methodRow(method, columns, harmIn(state, method))),
         ),
       ),
     ),
@@ -280,7 +290,7 @@ function compareRows(a, b, column, down) {
   return down ? -order : order;
 }
 
-function methodRow(method, columns) {
+function methodRow(method, columns, harm) {
   if (method.status !== "ok") {
     return html(
       "tr",
@@ -296,7 +306,7 @@ function methodRow(method, columns) {
   }
   return html(
     "tr",
-    { class: method.key === study.recommendation.method ? "chosen" : "", "data-method": method.key },
+    { class: `${method.key === study.recommendation.method ? "chosen" : ""} ${harm}`, "data-method": method.key },
     columns.map(({ title, cell, text, wide }, index) =>
       html(
         index ? "td" : "th",

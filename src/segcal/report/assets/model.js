@@ -2,6 +2,8 @@
 const study = JSON.parse(document.getElementById("study").textContent);
 
 const BASELINE = "uncalibrated";
+// The metric that methods are chosen by, on validation cases.
+const CRITERION = "nll";
 const data = study.about.data;
 const voxels = data.spatial_rank === 3 ? "voxels" : "pixels";
 const methods = study.methods;
@@ -26,7 +28,7 @@ const measured = study.metrics.filter((metric) => study.summary.some((row) => ro
 
 // What the page calls "after": the recommended method, or the best one where the advice is to leave the model alone.
 const after =
-  [study.recommendation.method, study.recommendation.best, working[working.length - 1]?.key].find(
+  [study.recommendation.shown, study.recommendation.method, study.recommendation.best, working[working.length - 1]?.key].find(
     (key) => key && key !== BASELINE && methodOf.get(key)?.status === "ok",
   ) ?? BASELINE;
 
@@ -62,6 +64,11 @@ function badness(metric, value) {
   return better === "higher" ? -number : better === "zero" ? Math.abs(number) : number;
 }
 
+// What the paired difference from the uncalibrated network says: "better", "worse", "unclear", or nothing.
+function verdictOf(key, region, metric) {
+  return lookUp(differences, key, region, metric)?.verdict ?? null;
+}
+
 function direction(metric) {
   return (
     { lower: "lower is better", higher: "higher is better", zero: "nearer to 0 is better" }[
@@ -69,6 +76,9 @@ function direction(metric) {
     ] ?? "neither way is better"
   );
 }
+
+// Cases that the page has pictures of.
+const pictured = new Set(study.browser.filter((each) => each.slices.length).map((each) => each.case));
 
 const methodOptions = working.map((method) => [method.key, method.name]);
 const regionOptions = regions.map((region) => [region, regionName(region)]);

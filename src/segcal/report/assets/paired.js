@@ -4,7 +4,7 @@ function pairedSection() {
   const pairs = study.cases.blocks.map(({ region, metric }) => [region, metric]);
   const metrics = metricOptions.filter(([id]) => pairs.some(([, metric]) => metric === id));
   const state = {
-    metric: metrics.some(([id]) => id === "ece") ? "ece" : metrics[0][0],
+    metric: metrics.some(([id]) => id === CRITERION) ? CRITERION : metrics[0][0],
     region: mainRegion,
     method: after,
   };
@@ -59,18 +59,19 @@ function pairWords(state) {
   return `${nameOf(state.method)}: better in ${better}, worse in ${worse}${same ? `, unchanged in ${same}` : ""} of ${plural(pairs.length, "case")}.`;
 }
 
-// The cases that gained least, or lost: the ones to look at.
+// The cases that gained least, or lost: the ones to look at, so only those that have pictures.
 function leastHelped(state) {
   if (metricOf.get(state.metric)?.better === "neither") return [];
   const worth = ({ before, now }) => badness(state.metric, now) - badness(state.metric, before);
-  const pairs = pairsOf(state).sort((a, b) => worth(b) - worth(a));
+  const pairs = pairsOf(state)
+    .filter(({ id }) => pictured.has(id))
+    .sort((a, b) => worth(b) - worth(a));
   if (!pairs.length) return [];
   const decimals = decimalsFor(pairs.map(({ before }) => before));
-  const shown = new Set(study.browser.map((each) => each.case));
-  const name = (id) =>
-    shown.has(id) ? html("button", { type: "button", class: "link", on: { click: () => openCase(id) } }, id) : id;
+  const name = (id) => html("button", { type: "button", class: "link", on: { click: () => openCase(id) } }, id);
   return [
     html("h3", {}, "Helped least"),
+    html("p", { class: "fine" }, `Of the ${plural(pairs.length, "case")} that have pictures.`),
     html(
       "table",
       { class: "plain" },
@@ -131,7 +132,6 @@ function drawPairs(width, state) {
     }),
   );
   const decimals = decimalsFor(pairs.map(({ before }) => before));
-  const shown = new Set(study.browser.map((each) => each.case));
   const points = pairs.map(({ id, before, now }) => {
     const change = badness(state.metric, now) - badness(state.metric, before);
     const kind = change < 0 ? "better" : change > 0 ? "worse" : "same";
@@ -148,9 +148,9 @@ function drawPairs(width, state) {
         ["Before", fixed(before, decimals)],
         ["After", fixed(now, decimals)],
         ["Change", `${signed(now - before, decimals)} (${kind})`],
-        ...(shown.has(id) ? [["Enter or click", "see its pictures"]] : []),
+        ...(pictured.has(id) ? [["Enter or click", "see its pictures"]] : []),
       ],
-      open: shown.has(id) ? () => openCase(id) : null,
+      open: pictured.has(id) ? () => openCase(id) : null,
     };
   });
   return explorable(plot.root, points, { reach: 40 });

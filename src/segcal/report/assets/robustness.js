@@ -2,70 +2,56 @@
 function shiftSection() {
   if (!study.shift?.length) return null;
   const conditions = [
-    { name: "as fitted", table: summaries },
-    ...study.shift.map((each) => ({ name: each.name, table: tableOf(each.summary, "method", "region", "metric") })),
+    { name: "as fitted", table: summaries, changes: differences },
+    ...study.shift.map((each) => ({
+      name: each.name,
+      table: tableOf(each.summary, "method", "region", "metric"),
+      changes: tableOf(
+        each.differences.filter((row) => row.baseline === BASELINE),
+        "method",
+        "region",
+        "metric",
+      ),
+      against: tableOf(
+        each.differences.filter((row) => row.baseline !== BASELINE),
+        "method",
+        "region",
+        "metric",
+      ),
+    })),
   ];
   const known = (id) => study.shift.some((each) => each.summary.some((row) => row.metric === id));
   const metrics = metricOptions.filter(([id]) => known(id));
   if (!metrics.length) return null;
-  let metric = metrics.some(([id]) => id === "ece") ? "ece" : metrics[0][0];
+  let metric = metrics.some(([id]) => id === CRITERION) ? CRITERION : metrics[0][0];
   const rowOf = (key, index) => lookUp(conditions[index].table, key, mainRegion, metric);
+  const interval = (row, decimals) => `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`;
   const drawn = lineChart(() => ({
     label: `${metricName(metric)} on shifted data. Arrow keys walk through the points.`,
     stops: conditions.map(({ name }) => ({ text: name, short: clipped(name, 16) })),
     yLabel: metricName(metric),
     value: (key, index) => rowOf(key, index)?.mean,
+    range: (key, index) => [rowOf(key, index)?.low, rowOf(key, index)?.high],
     rows: (key, index) => {
       const row = rowOf(key, index);
       const decimals = decimalsFor([row.mean]);
       return [
         [metricName(metric), fixed(row.mean, decimals)],
-        ["95% interval", `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`],
+        ["95% interval", interval(row, decimals)],
       ];
     },
   }));
   const place = html("div", {});
   const refresh = () => {
     const decimals = decimalsFor(working.map((method) => rowOf(method.key, 0)?.mean));
-    place.replaceChildren(
-      scrolling(
-        "Clean and shifted side by side",
-        html(
-          "table",
-          {},
-          html("caption", {}, `${metricName(metric)}: ${direction(metric)}.`),
-          html(
-            "thead",
-            {},
-            html(
-              "tr",
-              {},
-              html("th", { scope: "col", class: "text" }, "Method"),
-              conditions.map(({ name }) => html("th", { scope: "col" }, name)),
-            ),
-          ),
-          html(
-            "tbody",
-            {},
-            working.map((method) =>
-              html(
-                "tr",
-                {},
-                html("th", { scope: "row" }, method.name),
-                conditions.map((_, index) => html("td", {}, fixed(rowOf(method.key, index)?.mean, decimals))),
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
+    place.replaceChildren(shiftTable(conditions, metric, decimals));
     drawn.redraw();
   };
   refresh();
   return section(
     "shift",
     "When the data changes",
-    "The same calibrators, fitted on the clean data and left as they are, on data that looks different.",
+    "The same calibrators, fitted on the clean data and left as they are, on data that looks different. Thin lines are 95% intervals.",
     controls(
       chooser("Metric", metrics, metric, (id) => {
         metric = id;
@@ -75,6 +61,59 @@ function shiftSection() {
     methodChips(),
     drawn.host,
     html("details", {}, html("summary", {}, "All methods as a table"), place),
+  );
+}
+
+// Clean and shifted side by side; a method that is worse than none, or loses to ts, is marked.
+function shiftTable(conditions, metric, decimals) {
+  const cell = (key, { table, changes, against }) => {
+    const row = lookUp(table, key, mainRegion, metric);
+    if (!row) return html("td", {}, "–");
+    const verdict = (rows) => lookUp(rows ?? new Map(), key, mainRegion, metric);
+    const words = [verdict(changes), verdict(against)]
+      .filter((change) => change?.verdict === "worse")
+      .map((change) => (change.baseline === BASELINE ? "worse than none" : `loses to ${change.baseline}`));
+    return html(
+      "td",
+      { class: words.length ? "harm" : "" },
+      html("span", {}, fixed(row.mean, decimals)),
+      html("span", { class: "fine" }, `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`),
+      words.map((text) => html("span", { class: "word below" }, text)),
+    );
+  };
+  return scrolling(
+    "Clean and shifted side by side",
+    html(
+      "table",
+      { class: "matrix" },
+      html(
+        "caption",
+        {},
+        `${metricName(metric)}: ${direction(metric)}. A method is worse than another where the 95% interval of their paired difference says so.`,
+      ),
+      html(
+        "thead",
+        {},
+        html(
+          "tr",
+          {},
+          html("th", { scope: "col", class: "text" }, "Method"),
+          conditions.map(({ name }) => html("th", { scope: "col" }, name)),
+        ),
+      ),
+      html(
+        "tbody",
+        {},
+        working.map((method) =>
+          html(
+            "tr",
+            {},
+            html("th", { scope: "row" }, method.name),
+            conditions.map((condition) => cell(method.key, condition)),
+          ),
+        ),
+      ),
+    ),
   );
 }
 

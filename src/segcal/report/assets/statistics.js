@@ -3,7 +3,7 @@ function statisticsSection() {
   if (!study.ranks.length) return null;
   const key = (row) => `${row.metric}\n${row.region}`;
   const first =
-    study.ranks.find((row) => row.metric === firstMetric("ece", "nll") && row.region === mainRegion) ?? study.ranks[0];
+    study.ranks.find((row) => row.metric === firstMetric(CRITERION, "ece") && row.region === mainRegion) ?? study.ranks[0];
   let current = first;
   const words = html("p", {});
   const table = html("div", {});

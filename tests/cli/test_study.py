@@ -1,0 +1,45 @@
+"""A study in the terminal."""
+
+import io
+
+from rich.console import Console
+
+import segcal.cli.study
+from report.example import document, harm
+from segcal.compare import Study
+
+
+def printed(study, monkeypatch, tmp_path, width=200):
+    """What the terminal shows, with its colours."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
+    monkeypatch.setattr(segcal.cli.study, "out", console)
+    segcal.cli.study.show_study(Study(study), tmp_path / "index.html")
+    return console.file.getvalue()
+
+
+def test_harm_is_marked_and_nothing_of_it_is_green(monkeypatch, tmp_path):
+    text = printed(harm(document()), monkeypatch, tmp_path)
+    table, _, words = text.partition("The network is too sure")
+    row = next(line for line in table.splitlines() if "cms-op *" in line)
+    assert "\x1b[31m" in row  # red
+    assert "!" in row
+    assert "\x1b[32m" not in text
+    assert "\x1b[1;32m" not in text
+    assert "! worse than uncalibrated" in table
+    assert "chosen by NLL on validation cases" in table
+    assert "\x1b[1;31mECE gets worse" in words
+
+
+def test_rows_are_sorted_by_the_criterion_and_shifted_data_have_a_table_each(monkeypatch, tmp_path):
+    study = document()
+    lines = printed(study, monkeypatch, tmp_path).splitlines()
+    nll = {row["method"]: row["mean"] for row in study["summary"] if row["metric"] + row["region"] == "nlleverything"}
+    order = sorted(nll, key=nll.get)
+    first = next(place for place, line in enumerate(lines) if order[0] in line)
+    for key, line in zip(order, lines[first:], strict=False):
+        assert key in line
+        assert f"{nll[key]:.4f}" in line
+    text = "\n".join(lines)
+    for entry in study["shift"]:
+        assert f"Shifted: {entry['name']}" in text
+    assert text.count("NLL minus ts (95%)") == len(study["shift"])
