@@ -24,6 +24,24 @@ def hierarchical_means(values, replicates, random) -> list[float]:
     return means
 
 
+def cluster_means(values, groups, replicates, random) -> list[float]:
+    """``values[case]``; draws groups, each with all its cases, and averages the cases."""
+    members = {name: [v for v, own in zip(values, groups, strict=True) if own == name] for name in groups}
+    names = list(members)
+    means = []
+    for _ in range(replicates):
+        drawn = []
+        for place in random.integers(len(names), size=len(names)):
+            drawn += members[names[place]]
+        means.append(mean(drawn))
+    return means
+
+
+def group_means(values, groups) -> list[float]:
+    """The mean of every group, in the order in which groups appear."""
+    return [mean(v for v, own in zip(values, groups, strict=True) if own == name) for name in dict.fromkeys(groups)]
+
+
 def ranks(values) -> list[float]:
     """1 for the lowest; ties share the mean of their ranks."""
     return [

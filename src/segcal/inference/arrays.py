@@ -34,6 +34,34 @@ def checked_index(index: int, name: str, length: int, of: str) -> int:
     return index
 
 
+def checked_groups(groups: ArrayLike | None, cases: int) -> IntArray:
+    """The number of every case's group, counted as they appear; without groups every case is its own."""
+    if groups is None:
+        return np.arange(cases)
+    names = np.asarray(groups)
+    if names.shape != (cases,) or names.dtype.kind not in "biuUS":
+        raise InputError(
+            f"groups has shape {names.shape} and dtype {names.dtype}",
+            expected=f"the name or the number of a group for each of {cases} cases",
+        )
+    _, first, found = np.unique(names, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[found]
+
+
+def sum_by_group(values: FloatArray, groups: IntArray) -> FloatArray:
+    """Sums over the cases of each group: ``(cases, ...)`` to ``(groups, ...)``."""
+    total = np.zeros((int(groups.max(initial=-1)) + 1, *values.shape[1:]))
+    with np.errstate(invalid="ignore"):  # of opposite infinities
+        np.add.at(total, groups, values)
+    return total
+
+
+def mean_by_group(values: FloatArray, groups: IntArray) -> FloatArray:
+    """Means over the cases of each group that are not NaN, ``(cases, ...)`` to ``(groups, ...)``; NaN for none."""
+    there = ~np.isnan(values)
+    return ratio(sum_by_group(np.where(there, values, 0.0), groups), sum_by_group(there.astype(float), groups))
+
+
 def difference(first: FloatArray, second: FloatArray) -> FloatArray:
     """``first - second``, where equal infinities differ by 0."""
     with np.errstate(invalid="ignore"):

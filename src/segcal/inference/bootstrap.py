@@ -1,5 +1,8 @@
 """Bootstrap intervals of means over cases and repeats, and of paired differences between methods.
 
+Cases of one group (one patient's scans) are not independent: groups are resampled with all their cases, and what is
+estimated stays the mean over cases. Where every case is its own group, that is the bootstrap over cases.
+
 Resampling n of n things is drawing their multiplicities. So one table of weights, a row for every replicate, serves all
 methods and metrics at once: their replicates come from the same draws, and a matrix product takes the means.
 """
@@ -9,13 +12,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from segcal.errors import InputError
-from segcal.inference.arrays import FloatArray, IntArray, checked, checked_index, difference, mean, ratio
+from segcal.inference.arrays import (
+    FloatArray,
+    IntArray,
+    checked,
+    checked_groups,
+    checked_index,
+    difference,
+    mean,
+    ratio,
+    sum_by_group,
+)
 
+#: With fewer groups than this, a bootstrap over groups gives intervals that are clearly too narrow.
+FEW_GROUPS = 8
 _CHUNK = 2**21  # weights drawn at a time, which take three copies of 16 MB
 
 
@@ -25,9 +41,10 @@ class Interval:
 
     Attributes:
         estimate: Mean of all values that are not NaN.
-        low: Lower end of the percentile interval; NaN where there are fewer than two values.
+        low: Lower end of the percentile interval; NaN where fewer than two groups have a value.
         high: Upper end.
         count: Number of values in the mean.
+        groups: Number of groups that these are of, over all repeats; cases, where no groups are given.
         means: The mean of every replicate, ``(replicates, ...)``, where asked for.
     """
 
@@ -35,6 +52,7 @@ class Interval:
     low: FloatArray
     high: FloatArray
     count: IntArray
+    groups: IntArray
     means: FloatArray | None = None
 
 
@@ -44,7 +62,7 @@ class PairedDifference:
 
     Attributes:
         estimate: Mean difference over the cases that both have.
-        low: Lower end of its percentile interval; NaN where there are fewer than two pairs.
+        low: Lower end of its percentile interval; NaN where fewer than two groups have a pair.
         high: Upper end.
         count: Number of pairs in the mean.
         above: Share of replicates with a positive mean difference.
@@ -60,14 +78,20 @@ class PairedDifference:
 
 
 def hierarchical_bootstrap(
-    values: ArrayLike, *, replicates: int = 2000, level: float = 0.95, seed: int = 0, keep_means: bool = False
+    values: ArrayLike,
+    *,
+    groups: ArrayLike | None = None,
+    replicates: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+    keep_means: bool = False,
 ) -> Interval:
-    """Two-level bootstrap of the mean: resample repeats, then cases within every chosen repeat.
+    """Two-level bootstrap of the mean: resample repeats, then groups of cases within every chosen repeat.
 
-    A replicate draws R of the R repeats with replacement and, for each draw of repeat r, n_r of its n_r tested cases
-    with replacement; its mean is that of everything drawn,
+    A replicate draws R of the R repeats with replacement and, for each draw of repeat r, n_r of its n_r tested groups
+    with replacement, each with all its cases; its mean is that of all cases drawn,
 
-        m* = sum_rc w_rc x_rc / sum_rc w_rc,    k ~ Multinomial(R; 1/R),    w_r ~ Multinomial(k_r n_r; 1/n_r),
+        m* = sum_rgc w_rg x_rgc / sum_rgc w_rg,   k ~ Multinomial(R; 1/R),   w_r ~ Multinomial(k_r n_r; 1/n_r),
 
     with the sums over the x that are not NaN, and the interval runs between the (1 -+ level)/2 quantiles of m* (Efron
     and Tibshirani, An Introduction to the Bootstrap, 1994, chapter 13; the two levels are those of Kirscher et al.,
@@ -84,6 +108,8 @@ def hierarchical_bootstrap(
 
     Args:
         values: ``(repeats, cases, ...)``, NaN where there is no value.
+        groups: ``(cases,)``, names or numbers of the groups that cases belong to; None where each is its own. With
+            fewer than ``FEW_GROUPS`` the interval is too narrow.
         replicates: How many to draw.
         level: Coverage of the interval.
         seed: Of the draws, which depend on nothing else but which cases were tested.
@@ -100,14 +126,23 @@ def hierarchical_bootstrap(
         raise InputError(f"replicates is {replicates}", expected="at least 1")
     if not 0 < level < 1:
         raise InputError(f"level is {level}", expected="between 0 and 1, for example 0.95")
+    group = checked_groups(groups, array.shape[1])
     estimate, count = mean(array, axis=(0, 1))
-    means = _replicate_means(array.reshape(*array.shape[:2], -1), replicates, seed).reshape(replicates, *count.shape)
-    low, high = (np.where(count < 2, np.nan, _quantile(means, (1 + side * level) / 2)) for side in (-1, 1))
-    return Interval(estimate, low, high, count, means if keep_means else None)
+    units = _Units.of(array.reshape(*array.shape[:2], -1), group)
+    means = units.replicate_means(replicates, seed).reshape(replicates, *count.shape)
+    held = np.sum(units.counts > 0, axis=0, dtype=np.int64).reshape(count.shape)
+    low, high = (np.where(held < 2, np.nan, _quantile(means, (1 + side * level) / 2)) for side in (-1, 1))
+    return Interval(estimate, low, high, count, held, means if keep_means else None)
 
 
 def paired_difference(
-    values: ArrayLike, baseline: int, *, replicates: int = 2000, level: float = 0.95, seed: int = 0
+    values: ArrayLike,
+    baseline: int,
+    *,
+    groups: ArrayLike | None = None,
+    replicates: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> PairedDifference:
     """Every method minus a baseline on the same cases, with ``hierarchical_bootstrap`` intervals and p-values.
 
@@ -123,6 +158,7 @@ def paired_difference(
     Args:
         values: ``(repeats, cases, methods, ...)``, NaN where there is no value.
         baseline: Index of the method to subtract.
+        groups: ``(cases,)``, the groups that cases belong to.
         replicates: How many to draw.
         level: Coverage of the intervals.
         seed: Of the draws.
@@ -136,14 +172,16 @@ def paired_difference(
     array = checked(values, "values", ("repeats", "cases", "methods"), trailing=True)
     index = checked_index(baseline, "baseline", array.shape[2], "methods")
     paired = difference(array, array[:, :, index : index + 1])
-    result = hierarchical_bootstrap(paired, replicates=replicates, level=level, seed=seed, keep_means=True)
+    result = hierarchical_bootstrap(
+        paired, groups=groups, replicates=replicates, level=level, seed=seed, keep_means=True
+    )
     means = result.means
     assert means is not None
     defined, above, not_above, not_below = (
         np.sum(chosen, axis=0) for chosen in (~np.isnan(means), means > 0, means <= 0, means >= 0)
     )
     p = np.minimum(1.0, 2 * (1 + np.minimum(not_above, not_below)) / (defined + 1))
-    enough = result.count >= 2
+    enough = result.groups >= 2
     return PairedDifference(
         result.estimate,
         result.low,
@@ -155,9 +193,14 @@ def paired_difference(
 
 
 def bootstrap_interval(
-    values: Sequence[float], *, replicates: int = 2000, level: float = 0.95, seed: int = 0
+    values: Sequence[float],
+    *,
+    groups: Sequence[str] | None = None,
+    replicates: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean over cases; NaN for fewer than two.
+    """Percentile bootstrap interval of the mean over cases, by groups where there are; NaN for fewer than two.
 
     Examples:
         >>> low, high = bootstrap_interval([0.1, 0.2, 0.3, 0.4])
@@ -166,8 +209,31 @@ def bootstrap_interval(
     """
     if len(values) < 2:
         return math.nan, math.nan
-    result = hierarchical_bootstrap([values], replicates=replicates, level=level, seed=seed)
+    result = hierarchical_bootstrap([values], groups=groups, replicates=replicates, level=level, seed=seed)
     return float(result.low), float(result.high)
+
+
+def standard_error(values: Sequence[float], *, groups: Sequence[str] | None = None) -> float:
+    """Standard error of the mean over cases, of which those of one group are not independent.
+
+        se^2 = G / (G - 1) sum_g (sum_{c in g} (x_c - m))^2 / n^2,
+
+    with the mean m of n values in G groups (Cameron and Miller, J. Human Resources 50, 2015); where every case is its
+    own group this is the textbook's s / sqrt(n). NaN for fewer than two groups, and where a value is infinite.
+
+    Examples:
+        >>> round(standard_error([1.0, 2.0, 3.0]), 6), round(standard_error([1.0, 2.0, 3.0], groups=["a", "b", "b"]), 6)
+        (0.57735, 0.666667)
+    """
+    array = checked(values, "values", ("cases",))
+    group = checked_groups(groups, len(array))
+    there = ~np.isnan(array)
+    array, group = array[there], group[there]
+    count = len(np.unique(group))
+    if count < 2 or not np.isfinite(array).all():
+        return math.nan
+    sums = sum_by_group(array - array.mean(), group)
+    return math.sqrt(count / (count - 1) * float(np.sum(sums**2))) / len(array)
 
 
 def mean_over_repeats(values: ArrayLike) -> FloatArray:
@@ -182,32 +248,56 @@ def mean_over_repeats(values: ArrayLike) -> FloatArray:
     return mean(checked(values, "values", ("repeats", "cases"), trailing=True), axis=0)[0]
 
 
-def _replicate_means(values: FloatArray, replicates: int, seed: int) -> FloatArray:
-    """Means of the replicates, ``(replicates, entries)``, from values ``(repeats, cases, entries)``."""
-    tested = ~np.isnan(values).all(axis=2)
-    sizes = [int(size) for size in tested.sum(axis=1) if size > 0]
-    means = np.full((replicates, values.shape[2]), np.nan)
-    if not sizes:
+class _Units(NamedTuple):
+    """What is resampled, repeat after repeat: groups of tested cases, ``(units, entries)`` each.
+
+    ``sizes`` are the units of every repeat, ``sums`` are of the finite values, ``counts`` of those that are not NaN,
+    ``infinite`` how many are +inf and -inf.
+    """
+
+    sizes: list[int]
+    sums: FloatArray
+    counts: FloatArray
+    infinite: tuple[FloatArray, FloatArray]
+
+    @classmethod
+    def of(cls, values: FloatArray, groups: IntArray) -> _Units:
+        """From values ``(repeats, cases, entries)`` and the group of every case."""
+        tested = np.asarray(~np.isnan(values).all(axis=2))
+        own = [checked_groups(groups[here], int(here.sum())) for here in tested if here.any()]
+        sizes = [int(group.max()) + 1 for group in own]
+        before = np.cumsum([0, *sizes])
+        numbered = [start + group for start, group in zip(before[:-1], own, strict=True)]
+        unit = np.concatenate([np.zeros(0, np.int64), *numbered])
+        found = values[tested]  # (tested cases of all repeats, entries), repeat after repeat
+        finite, above, below = np.isfinite(found), found == np.inf, found == -np.inf
+        parts = (np.where(finite, found, 0.0), ~np.isnan(found), above, below)
+        sums, counts, *infinite = (sum_by_group(part.astype(np.float64), unit) for part in parts)
+        return cls(sizes, sums, counts, (infinite[0], infinite[1]))
+
+    def replicate_means(self, replicates: int, seed: int) -> FloatArray:
+        """Means of the replicates, ``(replicates, entries)``."""
+        means = np.full((replicates, self.sums.shape[1]), np.nan)
+        if not self.sizes:
+            return means
+        random = np.random.default_rng(seed)
+        repeats = random.multinomial(len(self.sizes), np.full(len(self.sizes), 1 / len(self.sizes)), replicates)
+        # The chunks must not depend on the number of entries, or one more method would change the draws of the others.
+        step = max(1, _CHUNK // len(self.sums))
+        for start in range(0, replicates, step):
+            chosen = repeats[start : start + step]
+            # k_r draws of n_r units each are k_r n_r draws of a unit.
+            draws = [
+                random.multinomial(chosen[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(self.sizes)
+            ]
+            weights = np.concatenate(draws, axis=1, dtype=np.float64)
+            total = weights @ self.sums
+            for sign, infinite in zip((1, -1), self.infinite, strict=True):
+                if infinite.any():  # 0 times infinity is NaN in a product, but not drawn is not there.
+                    with np.errstate(invalid="ignore"):
+                        total += np.where(weights @ infinite > 0, sign * np.inf, 0.0)
+            means[start : start + step] = ratio(total, weights @ self.counts)
         return means
-    drawable = values[tested]  # (tested cases of all repeats, entries), repeat after repeat
-    defined = (~np.isnan(drawable)).astype(np.float64)
-    finite = np.where(np.isfinite(drawable), drawable, 0.0)
-    random = np.random.default_rng(seed)
-    repeats = random.multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), replicates)
-    # The chunks must not depend on the number of entries, or one more method would change the draws of the others.
-    step = max(1, _CHUNK // len(drawable))
-    for start in range(0, replicates, step):
-        chosen = repeats[start : start + step]
-        # k_r draws of n_r cases each are k_r n_r draws of a case.
-        draws = [random.multinomial(chosen[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(sizes)]
-        weights = np.concatenate(draws, axis=1, dtype=np.float64)
-        total = weights @ finite
-        if np.isinf(drawable).any():  # 0 times infinity is NaN in a product, but not drawn is not there.
-            with np.errstate(invalid="ignore"):
-                total += np.where(weights @ (drawable == np.inf) > 0, np.inf, 0.0)
-                total -= np.where(weights @ (drawable == -np.inf) > 0, np.inf, 0.0)
-        means[start : start + step] = ratio(total, weights @ defined)
-    return means
 
 
 def _quantile(means: FloatArray, probability: float) -> FloatArray:

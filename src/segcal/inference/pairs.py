@@ -10,7 +10,15 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
 from segcal.errors import InputError
-from segcal.inference.arrays import FloatArray, checked, checked_index, difference
+from segcal.inference.arrays import (
+    FloatArray,
+    IntArray,
+    checked,
+    checked_groups,
+    checked_index,
+    difference,
+    mean_by_group,
+)
 
 _EXACT = 50  # pairs up to which the signed-rank distribution is counted out; 2^50 is an exact float64
 
@@ -18,10 +26,11 @@ _EXACT = 50  # pairs up to which the signed-rank distribution is counted out; 2^
 class PairTest(NamedTuple):
     """``first`` against ``second``, the indices of two methods.
 
-    ``cases`` are the pairs that were compared (Mann-Whitney: the smaller sample); ``difference`` is the median of the
-    paired differences first - second (Mann-Whitney: the difference of the medians); ``effect`` the rank-biserial
-    correlation, from -1 (first always lower) to 1 (first always higher), so that (1 + effect) / 2 is A12 for
-    Mann-Whitney; ``p`` the two-sided p-value and ``adjusted`` the same after Benjamini-Hochberg over all pairs.
+    ``cases`` are the pairs that were compared, of groups where there are (Mann-Whitney: the smaller sample);
+    ``difference`` is the median of the paired differences first - second (Mann-Whitney: the difference of the
+    medians); ``effect`` the rank-biserial correlation, from -1 (first always lower) to 1 (first always higher), so
+    that (1 + effect) / 2 is A12 for Mann-Whitney; ``p`` the two-sided p-value and ``adjusted`` the same after
+    Benjamini-Hochberg over all pairs.
     """
 
     first: int
@@ -44,7 +53,11 @@ _UNDEFINED = _Outcome(0, np.nan, np.nan, np.nan)
 
 
 def compare_pairs(
-    values: ArrayLike, *, test: Literal["wilcoxon", "mann-whitney"] = "wilcoxon", baseline: int | None = None
+    values: ArrayLike,
+    *,
+    groups: ArrayLike | None = None,
+    test: Literal["wilcoxon", "mann-whitney"] = "wilcoxon",
+    baseline: int | None = None,
 ) -> list[PairTest]:
     """Test all pairs of methods, or all others against a baseline, and adjust the p-values for their number.
 
@@ -62,11 +75,15 @@ def compare_pairs(
 
     (Mann and Whitney, Annals of Mathematical Statistics 18, 1947; Vargha and Delaney, J. Educ. Behav. Stat. 25, 2000).
 
+    With ``groups``, whose cases are not independent, the tests are of group means: of the differences (Wilcoxon), or of
+    each method (Mann-Whitney).
+
     Where nothing differs, effect is 0 and p is 1. A method without values has no cases, NaN, and no part in the
     adjustment.
 
     Args:
         values: ``(cases, methods)``, NaN where there is no value; several repeats go through ``mean_over_repeats``.
+        groups: ``(cases,)``, the groups that cases belong to; None where each is its own.
         test: Which test.
         baseline: Index of the method that all others (``first``) are compared with (``second``); None for all pairs.
 
@@ -76,6 +93,7 @@ def compare_pairs(
         [PairTest(first=0, second=1, cases=6, difference=0.1, effect=0.90..., p=0.0625, adjusted=0.0625)]
     """
     array = checked(values, "values", ("cases", "methods"))
+    group = checked_groups(groups, len(array))
     tests = {"wilcoxon": _wilcoxon, "mann-whitney": _mann_whitney}
     if test not in tests:
         raise InputError(f"test is {test!r}", expected=" or ".join(repr(name) for name in tests))
@@ -85,7 +103,7 @@ def compare_pairs(
     else:
         checked_index(baseline, "baseline", len(methods), "methods")
         pairs = [(method, baseline) for method in methods if method != baseline]
-    outcomes = [tests[test](array[:, first], array[:, second]) for first, second in pairs]
+    outcomes = [tests[test](array[:, first], array[:, second], group) for first, second in pairs]
     adjusted = benjamini_hochberg([outcome.p for outcome in outcomes])
     rows = zip(pairs, outcomes, adjusted.tolist(), strict=True)
     return [PairTest(first, second, *outcome, q) for (first, second), outcome, q in rows]
@@ -118,10 +136,10 @@ def benjamini_hochberg(p: ArrayLike) -> FloatArray:
     return adjusted
 
 
-def _wilcoxon(first: FloatArray, second: FloatArray) -> _Outcome:
+def _wilcoxon(first: FloatArray, second: FloatArray, group: IntArray) -> _Outcome:
     from scipy.stats import rankdata
 
-    differences = difference(first, second)
+    differences = mean_by_group(difference(first, second), group)
     differences = differences[~np.isnan(differences)]
     if differences.size == 0:
         return _UNDEFINED
@@ -153,9 +171,10 @@ def _normal_p(ranks: FloatArray, positive: float) -> float:
     return float(2 * ndtr(-abs(z)))
 
 
-def _mann_whitney(first: FloatArray, second: FloatArray) -> _Outcome:
+def _mann_whitney(first: FloatArray, second: FloatArray, group: IntArray) -> _Outcome:
     from scipy.stats import mannwhitneyu, rankdata
 
+    first, second = mean_by_group(first, group), mean_by_group(second, group)
     first, second = first[~np.isnan(first)], second[~np.isnan(second)]
     n, m = first.size, second.size
     if min(n, m) == 0:

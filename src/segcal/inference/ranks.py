@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import chdtrc
 
 from segcal.errors import InputError
-from segcal.inference.arrays import FloatArray, checked, mean
+from segcal.inference.arrays import FloatArray, IntArray, checked, checked_groups, mean, mean_by_group
 
 Direction = bool | Sequence[bool] | NDArray[np.bool_]
 
@@ -46,7 +46,7 @@ class Ranking:
     count: int
 
 
-def friedman(values: ArrayLike, *, lower_is_better: Direction = True) -> Friedman:
+def friedman(values: ArrayLike, *, groups: ArrayLike | None = None, lower_is_better: Direction = True) -> Friedman:
     """Friedman's test and mean ranks over blocks: the cases of a metric, or metrics on datasets.
 
     With ranks r_ij of k methods in n blocks and mean ranks R_j,
@@ -60,6 +60,8 @@ def friedman(values: ArrayLike, *, lower_is_better: Direction = True) -> Friedma
 
     Args:
         values: ``(blocks, methods)``, NaN where there is no value.
+        groups: ``(blocks,)``, the groups that blocks belong to, where these are not independent: a group is one block,
+            the mean of those of its blocks in which all methods have a value.
         lower_is_better: For all blocks, or one for every block.
 
     Examples:
@@ -69,7 +71,8 @@ def friedman(values: ArrayLike, *, lower_is_better: Direction = True) -> Friedma
         (array([3.  , 1.25, 1.75]), 6.5, 0.039)
     """
     array = checked(values, "values", ("blocks", "methods"))
-    ranks, present = _block_ranks(array, _signs(lower_is_better, len(array), "blocks")[:, np.newaxis])
+    signed = _signs(lower_is_better, len(array), "blocks")[:, np.newaxis] * array
+    ranks, present = _block_ranks(signed, checked_groups(groups, len(array)))
     mean_ranks, count = mean(ranks, axis=0)
     blocks, methods = int(count.max()), int(present.sum())
     if blocks == 0 or methods < 2:
@@ -97,12 +100,13 @@ def sum_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> Ranking
         array([4.5, 2.5, 5. ])
     """
     array = checked(values, "values", ("methods", "settings"))
-    ranks, _ = _block_ranks(array.T, _signs(lower_is_better, array.shape[1], "settings")[:, np.newaxis])
+    signed = _signs(lower_is_better, array.shape[1], "settings")[:, np.newaxis] * array.T
+    ranks, _ = _block_ranks(signed, np.arange(len(signed)))
     means, count = mean(ranks, axis=0)
     return Ranking(means * count, int(count.max()))
 
 
-def mean_case_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> Ranking:
+def mean_case_rank(values: ArrayLike, *, groups: ArrayLike | None = None, lower_is_better: Direction = True) -> Ranking:
     """Rank the methods in every case by every metric; average over metrics, then over cases.
 
     ``R_j = 1/n sum_i 1/|M_i| sum_{m in M_i} rank_ijm`` with M_i the metrics all methods have in case i (Murugesan et
@@ -110,6 +114,7 @@ def mean_case_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> R
 
     Args:
         values: ``(cases, methods, metrics)``, NaN where there is no value.
+        groups: ``(cases,)``, the groups that cases belong to: a group is ranked by its means, as in ``friedman``.
         lower_is_better: For all metrics, or one for every metric.
 
     Examples:
@@ -120,7 +125,7 @@ def mean_case_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> R
     """
     array = checked(values, "values", ("cases", "methods", "metrics"))
     signs = _signs(lower_is_better, array.shape[2], "metrics")[:, np.newaxis]
-    ranks, _ = _block_ranks(np.moveaxis(array, 1, 2), signs)
+    ranks, _ = _block_ranks(signs * np.moveaxis(array, 1, 2), checked_groups(groups, len(array)))
     ranks, count = mean(mean(ranks, axis=1)[0], axis=0)
     return Ranking(ranks, int(count.max()))
 
@@ -194,13 +199,15 @@ def _signs(lower_is_better: Direction, length: int, name: str) -> FloatArray:
     return np.broadcast_to(np.where(lower, 1.0, -1.0), length)
 
 
-def _block_ranks(values: FloatArray, signs: FloatArray) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """Ranks along the last axis, NaN in incomplete blocks; and which methods have any value."""
+def _block_ranks(values: FloatArray, groups: IntArray) -> tuple[FloatArray, NDArray[np.bool_]]:
+    """Ranks of group means along the last axis, NaN where no block is complete; and which methods have any value."""
     from scipy.stats import rankdata
 
     missing = np.isnan(values)
     present = np.asarray(~missing.all(axis=tuple(range(values.ndim - 1))))
     complete = np.asarray(~missing[..., present].any(axis=-1))
-    ranks = np.full(values.shape, np.nan)
-    ranks[..., present] = np.where(complete[..., np.newaxis], rankdata((signs * values)[..., present], axis=-1), np.nan)
+    means = mean_by_group(np.where(complete[..., np.newaxis], values, np.nan), groups)
+    ranks = np.full(means.shape, np.nan)
+    there = ~np.isnan(means[..., present]).any(axis=-1, keepdims=True)
+    ranks[..., present] = np.where(there, rankdata(means[..., present], axis=-1), np.nan)
     return ranks, present
