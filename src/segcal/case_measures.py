@@ -79,7 +79,7 @@ class CalibratedCase:
 
     def scores(self, window: Window, logits: Tensor) -> Scores:
         """What the calibrator makes of a window with these logits."""
-        if self.calibrator is None or self.score_map is not None:
+        if self.calibrator is None or self._fused(logits):
             return Scores(logits, self.score_map, None)
         if self.calibrator.spatial:
             columns = (slice(None), slice(None), slice(None), *window[1:])
@@ -88,6 +88,12 @@ class CalibratedCase:
             with torch_threads(self.voxels.threads), torch.no_grad():
                 mapped = self.calibrator(logits)
         return Scores(mapped, None, logits.argmax(1))
+
+    def _fused(self, logits: Tensor) -> bool:
+        """Whether the map can be applied within the pass: impossible classes stay so in a bare scale alone."""
+        if self.score_map is None:
+            return False
+        return self.score_map.is_scale or not bool(torch.isneginf(logits.amin()))
 
     @cached_property
     def _whole(self) -> Tensor:

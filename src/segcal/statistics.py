@@ -122,7 +122,8 @@ class VoxelStatistics:
             regions: ``{name: (N, *spatial) bool}`` for exactly the regions given at construction; voxels may be in
                 several. Or an integer tensor ``(N, *spatial)`` of indices into them, negative for none.
             distance: Distance to the nearest label boundary ``(N, *spatial)``, which ``ba-ece`` needs.
-            score_map: A calibrator's affine map, applied on the way without materialising its output.
+            score_map: A calibrator's affine map, applied on the way without materialising its output, which are
+                log-probabilities: their free energy is 0.
             uncalibrated: The argmax before calibration ``(N, *spatial)``, to count flips when ``logits`` are calibrated
                 already; with ``score_map`` it is known anyhow.
 
@@ -141,6 +142,8 @@ class VoxelStatistics:
         atoms, slots = _atoms(voxels, masks) if masks else ((0,), None)
         voxels = dataclasses.replace(voxels, slots=slots, num_slots=len(atoms))
         result, shift = tally(voxels, self.backend, self.threads)
+        if score_map is not None:
+            result.energy[:], shift = 0.0, 0.0
         if distance is not None:
             _add_distances(result, distance, voxels)
         self._add(result, Layout(atoms, shift))

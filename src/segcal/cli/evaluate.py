@@ -139,6 +139,8 @@ def diagnosis_in_words(results: Results) -> list[str]:
             lines.append(
                 f"{scope}: " + "; ".join(f"{word}: {escape(', '.join(names))}" for word, names in words.items())
             )
+    if results.about["calibrator"]:  # What comes out of a calibrator has no gauge left.
+        return lines
     gauge = found["gauge"]
     advice = {
         "none": "calibrators that see raw logits are safe",

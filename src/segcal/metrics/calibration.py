@@ -259,8 +259,8 @@ def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
 def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """Standard deviation over voxels of the free energy ``F = logsumexp(z)``: how much gauge there is to remove.
 
-    Kirscher et al., Table 3, report its mean over images: aggregate it ``per-image``. Of scores that went through a
-    ``score_map``, it is that of the mapped scores.
+    Kirscher et al., Table 3, report its mean over images: aggregate it ``per-image``. It belongs to the scores that are
+    evaluated: a calibrator's output are log-probabilities, so it is 0 through any calibrator, and of probabilities.
 
     Examples:
         >>> import torch
