@@ -1,9 +1,11 @@
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tests.reference import inference
 from tests.reference import metrics as reference
 
 import segcal
@@ -324,3 +326,38 @@ def test_statistics_alone_cannot_be_exact():
     stats = segcal.VoxelStatistics(2).update(torch.zeros(4, 2), torch.tensor([0, 0, 0, 1]))
     with pytest.raises(InputError, match=r"(?s)exact is True.*SecondPass"):
         segcal.metrics.ace_adaptive(stats, exact=True)
+
+
+def grouped(count=12, size=3):
+    cases = scenes(count, size=(32, 40), plant=[Temperature(2.0)])
+    return replace(cases, groups={name: f"patient {i // size}" for i, name in enumerate(cases.ids)})
+
+
+def test_intervals_are_over_groups_where_there_are_some(tmp_path):
+    cases = grouped()
+    results = evaluate(cases, metrics=("nll", "dsc"))
+    alone = evaluate(replace(cases, groups=None), metrics=("nll", "dsc"))
+    values = list(results.values("nll").values())
+    means = inference.cluster_means(values, list(cases.groups.values()), 20_000, np.random.default_rng(0))
+    row, other = results.summary()[0], alone.summary()[0]
+    assert row.mean == other.mean
+    assert (row.low, row.high) != (other.low, other.high)
+    assert [row.low, row.high] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.05 * (row.high - row.low))
+    results.to_json(tmp_path / "r.json")
+    again = Results.from_json(tmp_path / "r.json")
+    assert again.summary() == results.summary()
+    assert again.groups == cases.groups
+    assert results.notes() == [
+        "intervals are over 4 groups of cases, not over single cases: with fewer than 8 they are too narrow"
+    ]
+    assert alone.notes() == []
+
+
+def test_the_pattern_of_groups_is_in_the_results_and_a_wrong_one_is_an_error_before_any_work():
+    cases = replace(grouped(), groups=r"^image-(\d)")
+    assert evaluate(cases, metrics=("nll",)).about["groups"]["pattern"] == r"^image-(\d)"
+    assert evaluate(cases, metrics=("nll",)).groups["image-010"] == "0"
+    read = []
+    with pytest.raises(InputError, match="does not match case 'image-000'"):
+        evaluate(replace(cases, groups="^scan"), metrics=("nll",), progress=read.append)
+    assert not read

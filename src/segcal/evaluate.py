@@ -109,6 +109,7 @@ def evaluate_many(
         raise InputError(f"workers is {workers}", expected="at least 1")
     if not len(cases):
         raise InputError("no cases", where="cases", expected="at least one")
+    groups = cases.about_groups()  # Cases without a group are an error before the work, not after it.
     run = _Run(plan, cases, calibrators, min(workers, len(cases)), progress)
     shares = run.over_cases(_first_share)
     found: dict[str, Results] = {}
@@ -127,7 +128,7 @@ def evaluate_many(
         per_case = {case: bins for part in parts for case, bins in part.reliability.items()}
         found[name] = Results(
             rows=tuple(rows),
-            about=_about(plan, cases, calibrator),
+            about={**_about(plan, cases, calibrator), "groups": groups},
             reliability=_reliability(pooled[name], per_case),
             diagnosis=diagnose(
                 pooled[name],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from segcal.errors import DataError, InputError
 from segcal.files import atomic_path
-from segcal.inference import bootstrap_interval
+from segcal.inference import FEW_GROUPS, bootstrap_interval
 
 #: The case of a pooled row: no case can be named so.
 POOLED = None
@@ -40,7 +40,7 @@ class SummaryRow(NamedTuple):
     """A metric in a region over all cases.
 
     ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
-    its 95% bootstrap interval over cases, ``pooled`` the value of all voxels together (NaN where that has no meaning).
+    its 95% bootstrap interval over cases, or over groups of cases where the data have some, ``pooled`` the value of all voxels together (NaN where that has no meaning).
     ``missed`` is the number of missed classes in all cases together.
     """
 
@@ -61,7 +61,7 @@ class Results:
 
     Attributes:
         rows: Tidy rows; ``pandas.DataFrame(results.rows)`` is a data frame.
-        about: What was evaluated and how: data, calibrator, classes, bins, seed, versions.
+        about: What was evaluated and how: data, groups of cases, calibrator, classes, bins, seed, versions.
         reliability: Region to reliability data, for the top label and for every predicted class.
         diagnosis: Findings in words and numbers.
 
@@ -96,10 +96,24 @@ class Results:
 
     def summary(self, *, seed: int = 0) -> list[SummaryRow]:
         """Every metric in every region over all cases, in the order of the rows."""
-        groups: dict[tuple[str, str], list[Row]] = {}
+        columns: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
-            groups.setdefault((row.region, row.metric), []).append(row)
-        return [_summarise(region, metric, rows, seed) for (region, metric), rows in groups.items()]
+            columns.setdefault((row.region, row.metric), []).append(row)
+        return [_summarise(region, metric, rows, self.groups, seed) for (region, metric), rows in columns.items()]
+
+    @property
+    def groups(self) -> Mapping[str, str] | None:
+        """The group of every case, over which intervals are; None where cases are independent."""
+        groups = self.about.get("groups")
+        return None if groups is None else groups["cases"]
+
+    def notes(self) -> list[str]:
+        """What to know of the intervals."""
+        if self.groups is None:
+            return []
+        count = len(set(self.groups.values()))
+        few = f": with fewer than {FEW_GROUPS} they are too narrow" if count < FEW_GROUPS else ""
+        return [f"intervals are over {count} group{'s' * (count != 1)} of cases, not over single cases{few}"]
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Everything as JSON (NaN and infinities as null and texts); also written to ``path`` where one is given."""
@@ -144,18 +158,26 @@ class Results:
             temporary.write_text(text.getvalue())
 
 
-def _summarise(region: str, metric: str, rows: Iterable[Row], seed: int) -> SummaryRow:
+def _summarise(
+    region: str, metric: str, rows: Iterable[Row], groups: Mapping[str, str] | None, seed: int
+) -> SummaryRow:
     pooled = math.nan
-    values, missed = [], 0
+    values: list[float] = []
+    names: list[str] = []
+    missed = 0
     for row in rows:
         if row.case is POOLED:
             pooled = row.value
         else:
             values.append(row.value)
+            names.append(row.case)
             missed += row.missed
     defined = [value for value in values if not math.isnan(value)]
     mean = math.fsum(defined) / len(defined) if defined else math.nan
-    low, high = bootstrap_interval(defined, seed=seed)
+    own = None
+    if groups is not None:
+        own = [groups[name] for name, value in zip(names, values, strict=True) if not math.isnan(value)]
+    low, high = bootstrap_interval(defined, groups=own, seed=seed)
     return SummaryRow(region, metric, pooled, mean, low, high, len(defined), len(values) - len(defined), missed)
 
 

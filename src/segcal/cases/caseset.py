@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -96,6 +96,12 @@ class CaseSet(Sequence[Case]):
     def case_groups(self) -> dict[str, str]:
         """The group of every case; without groups, its own name."""
         return {name: group_of(name, self.groups) for name in self.ids}
+
+    def about_groups(self) -> dict[str, Any] | None:
+        """What results say of groups: the pattern, where it is one, and the group of every case; None without groups."""
+        if self.groups is None:
+            return None
+        return {"pattern": self.groups if isinstance(self.groups, str) else None, "cases": self.case_groups}
 
     def select(self, ids: Sequence[str]) -> CaseSet:
         """The cases with these names, in the order given."""

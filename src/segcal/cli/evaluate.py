@@ -59,7 +59,8 @@ def evaluate_command(
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
 
-    Reads every case once (twice with --exact). The mean is over images, the interval a bootstrap over images.
+    Reads every case once (twice with --exact). The mean is over images, the interval a bootstrap over
+    images, or over the groups that segcal.toml declares.
 
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
@@ -115,6 +116,8 @@ def show_results(results: Results) -> None:
     out.print(table)
     if binned := [name for name in dict.fromkeys(row.metric for row in results.rows) if "num_bins" in _unsaid(name)]:
         out.print(f"{results.about['bins']} bins: {', '.join(binned)}", soft_wrap=True, markup=False)
+    for note in results.notes():
+        out.print(f"[yellow]note[/] {note}", soft_wrap=True)
     for line in diagnosis_in_words(results):
         out.print(line, soft_wrap=True)
 
