@@ -40,8 +40,9 @@ class SummaryRow(NamedTuple):
     """A metric in a region over all cases.
 
     ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
-    its 95% bootstrap interval over cases, or over groups of cases where the data have some, ``pooled`` the value of all voxels together (NaN where that has no meaning).
-    ``missed`` is the number of missed classes in all cases together.
+    its 95% bootstrap interval over cases, or over groups of cases where the data have some, ``pooled`` the value of
+    all voxels together (NaN where that has no meaning). ``missed`` is the number of missed classes in all cases
+    together.
     """
 
     region: str

@@ -71,7 +71,7 @@ def test_evaluate_takes_one_part(run, root, tmp_path):
     declare(root, NAMED)
     for part, names in NAMED.items():
         rows = json.loads(run("evaluate", root, "--split", part, "--metrics", "nll", "--json")[1])["rows"]
-        assert {row[0] for row in rows} == {*names, "(pooled)"}
+        assert {row[0] for row in rows} == {*names, None}
     run("fit", root, "-o", tmp_path / "a.safetensors")
     assert "--split test" in run("evaluate", root, "--calibrator", tmp_path / "a.safetensors")[1]
     (root / "segcal.toml").unlink()

@@ -98,7 +98,7 @@ class CaseSet(Sequence[Case]):
         return {name: group_of(name, self.groups) for name in self.ids}
 
     def about_groups(self) -> dict[str, Any] | None:
-        """What results say of groups: the pattern, where it is one, and the group of every case; None without groups."""
+        """What results say of groups: the pattern, if it is one, and the group of every case; None without groups."""
         if self.groups is None:
             return None
         return {"pattern": self.groups if isinstance(self.groups, str) else None, "cases": self.case_groups}
