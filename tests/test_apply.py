@@ -70,3 +70,59 @@ def test_other_class_counts_are_refused(tmp_path, calibrator):
     with pytest.raises(InputError, match="the cases have 3 classes; expected 4"):
         apply(calibrator, segcal.open_cases(plain(tmp_path / "in", classes=3)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_resuming_with_other_constructor_arguments_makes_everything_again(tmp_path):
+    root = tmp_path / "in"
+    for member in range(2):
+        plain(tmp_path / "one", count=2)
+        (root / "logits").mkdir(parents=True, exist_ok=True)
+        for i in range(2):
+            np.save(tmp_path / "one" / "logits" / f"case{i}.npy", 3 * logits(10 * member + i))
+        (tmp_path / "one" / "logits").rename(root / "logits" / f"member{member}")
+        (tmp_path / "one" / "labels").rename(root / f"labels{member}")
+    (root / "labels0").rename(root / "labels")
+    cases = segcal.open_cases(root)
+    one, other = (segcal.calibrators.Ensemble(space=space).fit(cases) for space in ("probs", "logits"))
+    apply(one, cases, tmp_path / "out")
+    resumed = apply(other, cases, tmp_path / "out", resume=True)
+    apply(other, cases, tmp_path / "fresh")
+    assert (resumed.written, resumed.skipped) == (2, 0)
+    for i in range(2):
+        again, fresh = (np.load(tmp_path / folder / "probs" / f"case{i}.npy") for folder in ("out", "fresh"))
+        np.testing.assert_array_equal(again, fresh)
+    other.class_names = ("a", "b", "c", "d")  # all that the file holds counts
+    assert apply(other, cases, tmp_path / "out", resume=True).written == 2
+
+
+def test_a_calibrator_from_its_file_goes_on_where_the_fitted_one_stopped(tmp_path, calibrator):
+    cases = segcal.open_cases(plain(tmp_path / "in"))
+    apply(calibrator, cases, tmp_path / "out")
+    calibrator.save(tmp_path / "cal.safetensors")
+    loaded = segcal.load(tmp_path / "cal.safetensors")
+    assert loaded.to_bytes() == (tmp_path / "cal.safetensors").read_bytes()
+    assert apply(loaded, cases, tmp_path / "out", resume=True).skipped == 3
+
+
+def test_what_is_not_on_disk_is_made_again(tmp_path, calibrator):
+    for seed in range(2):  # other values under the same names and shapes
+        cases = scenes(2, size=(32, 40), num_classes=4, seed=seed)
+        assert apply(calibrator, cases, tmp_path / "out", resume=True).written == 2
+        expected = calibrator(cases[0].logits)[0].exp()
+        assert torch.allclose(torch.from_numpy(np.load(tmp_path / "out" / "probs" / "image-000.npy")), expected)
+
+
+def test_a_changed_chunk_of_a_zarr_store_is_seen(tmp_path, calibrator):
+    import zarr
+
+    root = plain(tmp_path / "in", count=1)
+    (root / "logits" / "case0.npy").unlink()
+    zarr.create_array(str(root / "logits" / "case0.zarr"), data=logits(0))
+    cases = segcal.open_cases(root)
+    apply(calibrator, cases, tmp_path / "out")
+    assert apply(calibrator, cases, tmp_path / "out", resume=True).skipped == 1
+    (chunk,) = (path for path in (root / "logits" / "case0.zarr" / "c").rglob("*") if path.is_file())
+    zarr.create_array(str(tmp_path / "other.zarr"), data=logits(1))
+    (other,) = (path for path in (tmp_path / "other.zarr" / "c").rglob("*") if path.is_file())
+    chunk.write_bytes(other.read_bytes())  # in place: the folders above keep their times
+    assert apply(calibrator, cases, tmp_path / "out", resume=True).written == 1

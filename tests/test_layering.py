@@ -11,7 +11,7 @@ SOURCE = Path(segcal.__file__).parent
 LAYERS = [
     {"errors"},
     {"types", "files", "inference", "threads"},
-    {"results"},
+    {"results", "folders"},
     {"scores"},
     {"cases", "kernels"},
     {"statistics", "regions", "solvers", "synthetic", "sampling", "distributed", "case_scores"},

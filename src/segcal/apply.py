@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from segcal.calibrators import Calibrator
 from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, OutputFolder, ScoreWriter
 from segcal.errors import InputError, SegcalError
+from segcal.files import file_name
 from segcal.types import Case
 
 
@@ -40,10 +42,11 @@ def apply(
     Args:
         calibrator: A fitted calibrator.
         cases: What to calibrate.
-        folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz`` and its sidecars).
+        folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz`` and its sidecars); apart from the
+            folders of the cases.
         dtype: float32 or float16; either way the argmax of every voxel is that of the calibrator.
         confidence: Also write ``confidence/<case>.npy``, the largest probability of every voxel.
-        resume: Skip finished outputs that read back right.
+        resume: Skip finished outputs that the same calibrator made from the same files, and that read back right.
         progress: Called with the name of each case before it is read.
 
     Examples:
@@ -56,25 +59,26 @@ def apply(
         raise InputError(
             f"the cases have {cases.num_classes} classes", expected=f"{calibrator.num_classes}, as the calibrator has"
         )
-    parameters = {name: tensor.tolist() for name, tensor in calibrator.tensors().items()}
-    settings = {"calibrator": calibrator.id, "parameters": parameters, "dtype": str(dtype)}
-    output = OutputFolder(Path(folder), settings=settings, resume=resume)
-    writer = ScoreWriter(output, "probs")
+    # By what its file would hold: all that shapes what it does.
+    digest = hashlib.blake2b(calibrator.to_bytes(), digest_size=16).hexdigest()
+    settings = {"calibrator": digest, "dtype": str(dtype)}
     report = ApplyReport()
-    for case in cases:
-        progress(case.id)
-        map_path = f"confidence/{case.id}.npy"
-        if output.finished(writer.path(case), case) and (not confidence or output.finished(map_path, case)):
-            report.skipped += 1
-            continue
-        try:
-            _write(calibrator, case, writer, dtype, report)
-            if confidence:
-                _write_confidence(calibrator, case, output, map_path)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
-        report.written += 1
-        del case
+    with OutputFolder(Path(folder), cases, "calibrated scores", settings=settings, resume=resume) as output:
+        writer = ScoreWriter(output, "probs")
+        for case in cases:
+            progress(case.id)
+            map_path = f"confidence/{file_name(case.id)}.npy"
+            if output.finished(writer.path(case), case) and (not confidence or output.finished(map_path, case)):
+                report.skipped += 1
+                continue
+            try:
+                _write(calibrator, case, writer, dtype, report)
+                if confidence:
+                    _write_confidence(calibrator, case, output, map_path)
+            except SegcalError as error:
+                raise error.at(case=case.id) from None
+            report.written += 1
+            del case
     return report
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from segcal.errors import OutputError
 
@@ -37,7 +38,7 @@ def atomic_path(path: Path, *, folder: bool = False, replace: bool = False) -> I
     with writing(path):
         target = _folder_target(path, replace) if folder else _file_target(path)
         temporary = _temporary(target)
-        made = _make_folders(target.parent)
+        made = make_folders(target.parent)
         try:
             remove_leftovers(target.parent)
             yield temporary
@@ -73,6 +74,43 @@ def check_writable(path: str | Path, *, folder: bool = False) -> None:
             pass
 
 
+def file_name(name: Any) -> str:
+    """The name of a case or volume, checked: as part of a file name it stays in its folder and is seen there.
+
+    Examples:
+        >>> file_name("patient001_frame01")
+        'patient001_frame01'
+        >>> file_name("../../x")
+        Traceback (most recent call last):
+        segcal.errors.OutputError: the name '../../x' has a '/' in it; expected a name that a file can have...
+    """
+    problem = None
+    if not isinstance(name, str):
+        problem = f"is a {type(name).__name__}"
+    elif not name:
+        problem = "is empty"
+    elif bad := next((character for character in "/\\\0" if character in name), None):
+        problem = f"has a {bad!r} in it"
+    elif name.startswith("."):
+        problem = "starts with a dot, so that its files would be hidden"
+    if problem:
+        raise OutputError(
+            f"the name {name!r} {problem}", expected="a name that a file can have", fix="rename it, and try again"
+        )
+    return str(name)
+
+
+def file_state(path: Path) -> Any:
+    """Name, size and time of a file, or of all files of a folder such as a zarr store: another where it was changed."""
+    if path.is_dir():
+        return [path.name, [file_state(item) for item in sorted(path.iterdir())]]
+    try:
+        about = path.stat()
+    except OSError:
+        return [path.name, None]
+    return [path.name, about.st_size, about.st_mtime_ns]
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the system says of a file that cannot be written into one clear error that names it."""
@@ -84,6 +122,13 @@ def writing(path: Path) -> Iterator[None]:
             where=str(path),
             expected="a writable folder with enough space",
         ) from error
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those above it; returns those that were not there, outermost first."""
+    missing = [item for item in (folder, *folder.parents) if not item.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 @cache  # Once for each folder: a study writes thousands of files to one.
@@ -131,13 +176,6 @@ def _exchange(new: Path, old: Path) -> None:
         aside.rename(old)
         raise
     _remove(aside)
-
-
-def _make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; returns those that were not there, outermost first."""
-    missing = [item for item in (folder, *folder.parents) if not item.exists()][::-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _temporary(target: Path) -> Path:

@@ -16,8 +16,10 @@ from torch import Tensor
 from segcal.case_scores import AnyCalibrator, case_scores
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
-from segcal.cases.formats import Geometry, create_array, open_array
+from segcal.cases.formats import Geometry, open_array
+from segcal.cases.output import OutputFolder
 from segcal.errors import InputError, SegcalError
+from segcal.files import file_name
 from segcal.kernels import BinGrid, Voxels
 from segcal.regions import CaseRegions
 from segcal.threads import torch_threads
@@ -116,7 +118,7 @@ def write_maps(
 
     Args:
         cases: Whose maps.
-        folder: Where to write; files of the same name are replaced.
+        folder: Where to write. Maps of an earlier run are replaced; a file that is not one is an error.
         calibrator: A calibrator, a function from logits to log-probabilities, or None for the scores as they are.
         progress: Called with the name of each case before it is read.
 
@@ -128,24 +130,26 @@ def write_maps(
         ...     np.load(f"{folder}/confidence/image-000.npy").shape
         (32, 40)
     """
-    for case in cases:
-        progress(case.id)
-        try:
-            scores = case_scores(case, calibrator)
-            maps = voxel_maps(scores, case.labels, ignore_index=case.ignore_index, mask=case.mask, spacing=case.spacing)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
-        geometry = _label_geometry(case)
-        for name, values in maps.items():
-            array = values.cpu().numpy()
-            if name == "prediction":
-                array = array.astype(np.min_scalar_type(case.shape[1] - 1))
-            shown = array[0] if len(array) == 1 else array
-            suffix = ".npy" if geometry is None else ".nii.gz"
-            path = Path(folder) / name / f"{case.id}{suffix}"
-            with create_array(path, shown.shape, shown.dtype, row_axis=0, geometry=geometry) as sink:
-                sink.write((slice(None),) * shown.ndim, shown)
-        del case  # Otherwise it would live on while the next one is awaited.
+    with OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True) as output:
+        for case in cases:
+            progress(case.id)
+            try:
+                scores = case_scores(case, calibrator)
+                maps = voxel_maps(
+                    scores, case.labels, ignore_index=case.ignore_index, mask=case.mask, spacing=case.spacing
+                )
+            except SegcalError as error:
+                raise error.at(case=case.id) from None
+            geometry = _label_geometry(case)
+            for name, values in maps.items():
+                array = values.cpu().numpy()
+                if name == "prediction":
+                    array = array.astype(np.min_scalar_type(case.shape[1] - 1))
+                shown = array[0] if len(array) == 1 else array
+                path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
+                with output.array(path, shown.shape, shown.dtype, case=case, row_axis=0, geometry=geometry) as sink:
+                    sink.write((slice(None),) * shown.ndim, shown)
+            del case  # Otherwise it would live on while the next one is awaited.
 
 
 def _label_geometry(case: Case) -> Geometry | None:

@@ -107,10 +107,11 @@ def test_two_dimensional_png_cases(tmp_path):
     np.savez(predictions / "a.npz", probabilities=p[:, None])
     Image.fromarray(p.argmax(0).astype(np.uint8)).save(predictions / "a.png")
     Image.fromarray(labels(0, 3, (9, 7))).save(truth / "a.png")
-    with_labels = segcal.open_cases(predictions, layout="nnunet", labels=str(truth))[0].load()
+    cases = segcal.open_cases(predictions, layout="nnunet", labels=str(truth))
+    with_labels = cases[0].load()
     without = segcal.open_cases(predictions, layout="nnunet", need_labels=False)[0]
     assert with_labels.shape == without.shape == (1, 3, 9, 7)
-    output = OutputFolder(tmp_path / "out", settings={})
+    output = OutputFolder(tmp_path / "out", cases, "scores", settings={})
     with ScoreWriter(output, "probs").scores(with_labels) as sink:
         sink.write(slice(0, 9), with_labels.logits.log_softmax(1))
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npz")["probabilities"], p[:, None], atol=1e-6)
@@ -132,8 +133,9 @@ def test_bad_folders(tmp_path):
 def test_written_scores_keep_nnunets_layout_and_sidecars(tmp_path):
     predictions, truth = nnunet(tmp_path)
     out = tmp_path / "out"
-    writer = ScoreWriter(OutputFolder(out, settings={}), "probs")
-    for case in segcal.open_cases(predictions, layout="nnunet", labels=str(truth)):
+    cases = segcal.open_cases(predictions, layout="nnunet", labels=str(truth))
+    writer = ScoreWriter(OutputFolder(out, cases, "scores", settings={}), "probs")
+    for case in cases:
         with writer.scores(case) as sink:
             for chunk in case.chunks(values=500):
                 sink.write(chunk.rows, chunk.logits.log_softmax(1))

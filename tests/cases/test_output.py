@@ -8,9 +8,9 @@ import torch
 import segcal
 from datasets import logits, plain, save_nifti
 from segcal.cases import OutputFolder, ScoreWriter, write_dataset
-from segcal.cases.output import JOURNAL
 from segcal.cases.pack import FORMATS
 from segcal.errors import InputError, OutputError
+from segcal.folders import JOURNAL
 from segcal.synthetic import scenes
 
 
@@ -90,7 +90,7 @@ def test_float16_overflow_is_refused_and_leaves_nothing(tmp_path):
     np.save(root / "logits" / "case0.npy", logits(0) * 1e5)
     with pytest.raises(InputError, match="do not fit torch.float16"):
         write_dataset(segcal.open_cases(root), tmp_path / "out", dtype="float16")
-    assert not (tmp_path / "out" / "logits").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_resume_makes_again_only_what_is_missing_changed_or_damaged(tmp_path):
@@ -168,8 +168,9 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
             file["network/logits"] = z
             file["other"] = [1]
     options = {"axes": axes, "key": "network/logits" if format == "h5" else None}
-    case = segcal.open_cases(tmp_path, **options)[0]
-    writer = ScoreWriter(OutputFolder(tmp_path / "out", settings={}), "probs")
+    cases = segcal.open_cases(tmp_path, **options)
+    case = cases[0]
+    writer = ScoreWriter(OutputFolder(tmp_path / "out", cases, "scores", settings={}), "probs")
     with writer.scores(case) as sink:
         for chunk in case.chunks(values=300):
             sink.write(chunk.rows, chunk.logits.log_softmax(1))
@@ -190,9 +191,10 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
 
 def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):
     root = plain(tmp_path / "in", count=1, classes=1)
-    case = segcal.open_cases(root, multilabel=True)[0]
+    cases = segcal.open_cases(root, multilabel=True)
+    case = cases[0]
     for kind, inverse in (("probs", lambda z: torch.from_numpy(z).sigmoid()), ("logits", torch.from_numpy)):
-        writer = ScoreWriter(OutputFolder(tmp_path / kind, settings={}), kind)
+        writer = ScoreWriter(OutputFolder(tmp_path / kind, cases, "scores", settings={}), kind)
         with writer.scores(case) as sink:
             sink.write(slice(0, 9), case.logits.log_softmax(1))
         written = torch.from_numpy(np.load(tmp_path / kind / kind / "case0.npy"))
@@ -201,7 +203,8 @@ def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):
 
 def test_journal_is_plain_json_lines(tmp_path):
     write_dataset(segcal.open_cases(plain(tmp_path / "in", count=2)), tmp_path / "out")
-    records = [json.loads(line) for line in (tmp_path / "out" / JOURNAL).read_text().splitlines()]
-    assert {record["file"] for record in records} == {
-        f"{f}/case{i}.npy" for f in ("logits", "labels") for i in range(2)
-    }
+    header, *records = [json.loads(line) for line in (tmp_path / "out" / JOURNAL).read_text().splitlines()]
+    assert header == {"holds": "a dataset"}
+    arrays = {f"{f}/case{i}.npy" for f in ("logits", "labels") for i in range(2)}
+    assert {record["file"] for record in records} == {*arrays, "segcal.toml"}
+    assert {record["file"] for record in records if "digest" in record} == arrays

@@ -155,15 +155,6 @@ def test_demo_is_a_study_with_a_report_and_the_truth(run, tmp_path, monkeypatch)
     assert segcal.open_cases(folder / "scenes").ids == again.ids
 
 
-def test_demo_removes_nothing_that_it_did_not_write(run, tmp_path):
-    (tmp_path / "scenes").mkdir()
-    (tmp_path / "scenes" / "mine.txt").write_text("mine")
-    code, _, error = run("demo", "-o", tmp_path)
-    assert code == 1
-    assert "is not empty" in error
-    assert (tmp_path / "scenes" / "mine.txt").read_text() == "mine"
-
-
 def test_it_runs_from_a_shell():
     done = subprocess.run([sys.executable, "-m", "segcal", "--help"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,12 +1,14 @@
 """No command deletes, replaces or writes anything but its own output."""
 
+import shutil
 import sys
 
+import numpy as np
 import pytest
 
 import segcal
 import segcal.cli
-from datasets import plain, snapshot
+from datasets import nnunet, plain, snapshot
 
 
 @pytest.fixture
@@ -35,3 +37,125 @@ def test_a_folder_is_no_place_for_a_file(run, tmp_path, folder):
         assert code == 1
         assert "is a folder" in error
         assert snapshot(tmp_path) == before
+
+
+def refused(run, tmp_path, says, *arguments):
+    """Run a command that must refuse, say why, and leave everything as it was."""
+    before = snapshot(tmp_path)
+    code, error = run(*arguments)
+    assert code == 1
+    assert says in error
+    assert "Traceback" not in error
+    assert snapshot(tmp_path) == before
+    return error
+
+
+@pytest.fixture
+def cal(run, tmp_path):
+    assert run("fit", "ds", "-o", "cal.safetensors")[0] == 0
+    return tmp_path / "cal.safetensors"
+
+
+def test_input_is_never_output(run, tmp_path, cal):
+    (tmp_path / "link").symlink_to(tmp_path / "ds")
+    (tmp_path / "linked").symlink_to(tmp_path / "ds" / "logits")
+    inside = ("ds/logits", "ds/labels", "ds/probs", "ds/logits/new", "linked", "linked/new")
+    for output in ("ds", "ds/", "ds/../ds", "link", ".", *inside):
+        for command in (("apply", cal, "ds", "-o", output), ("pack", "ds", output), ("compare", "ds", "-o", output)):
+            for resume in ((), ("--resume",)):
+                assert "--resume" not in refused(run, tmp_path, "expected a folder apart", *command, *resume)
+
+
+def test_input_is_never_output_where_segcal_wrote_it(run, tmp_path, cal):
+    run("apply", cal, "ds", "-o", "once")
+    shutil.copytree("ds/labels", "twice/labels")
+    (tmp_path / "twice" / "segcal.toml").write_text('kind = "probs"\nscores = "../once/probs"\n')
+    refused(run, tmp_path, "is read", "apply", cal, "twice", "-o", "once", "--resume")
+    (tmp_path / "thrice" / "probs").mkdir(parents=True)
+    for path in (tmp_path / "once" / "probs").iterdir():  # links to single files
+        (tmp_path / "thrice" / "probs" / path.name).symlink_to(path)
+    refused(run, tmp_path, "is read, too", "apply", cal, "thrice", "-o", "once", "--resume")
+    run("pack", "ds", "packed")
+    refused(run, tmp_path, "which is read", "pack", "packed", "packed", "--resume")
+
+
+def test_an_nnunet_folder_is_not_written_into(run, tmp_path):
+    predictions, truth = nnunet(tmp_path / "nn")
+    run("fit", predictions, "--layout", "nnunet", "--labels", truth, "-o", "cal.safetensors", "--test", "0")
+    for output in (predictions, predictions / "new", tmp_path / "nn", truth):
+        for resume in ((), ("--resume",)):
+            says = "read" if output != truth else "is not empty"  # labels are not read by apply
+            refused(
+                run,
+                tmp_path,
+                says,
+                "apply",
+                "cal.safetensors",
+                predictions,
+                "--layout",
+                "nnunet",
+                "-o",
+                output,
+                *resume,
+            )
+
+
+def test_resume_is_for_what_segcal_began(run, tmp_path, cal):
+    """A folder of the user's, with the very files that a command writes, stays as it is."""
+    for folder in ("probs", "labels", "logits", "work"):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+    for name in (
+        "probs/case0.npy",
+        "labels/case0.npy",
+        "logits/case0.npy",
+        "segcal.toml",
+        "results.json",
+        "index.html",
+    ):
+        (tmp_path / "mine" / name).write_text("mine")
+    for command in (("apply", cal, "ds", "-o", "mine"), ("pack", "ds", "mine"), ("compare", "ds", "-o", "mine")):
+        assert "--resume" not in refused(run, tmp_path, "is not empty", *command)
+        refused(run, tmp_path, "could be resumed", *command, "--resume")
+    run("apply", cal, "ds", "-o", "out")
+    refused(run, tmp_path, "holds calibrated scores already", "pack", "ds", "out", "--resume")
+    assert "--resume" in refused(run, tmp_path, "is not empty", "apply", cal, "ds", "-o", "out")
+
+
+def test_maps_replace_maps_and_nothing_else(run, tmp_path):
+    (tmp_path / "study" / "prediction").mkdir(parents=True)
+    np.save(tmp_path / "study" / "prediction" / "case0.npy", np.zeros(3))  # the user's own
+    assert run("evaluate", "ds", "--metrics", "nll", "--maps", "maps")[0] == 0
+    once = snapshot(tmp_path / "maps" / "band")
+    assert run("evaluate", "ds", "--metrics", "nll", "--maps", "maps")[0] == 0
+    assert snapshot(tmp_path / "maps" / "band") == once
+    code, error = run("evaluate", "ds", "--metrics", "nll", "--maps", "study")
+    assert code == 1
+    assert "segcal did not write it" in error
+    np.testing.assert_array_equal(np.load(tmp_path / "study" / "prediction" / "case0.npy"), np.zeros(3))
+
+
+def test_a_demo_removes_only_what_a_demo_wrote(run, tmp_path, monkeypatch):
+    def write(data, report, seed):  # what matters here, in no time
+        segcal.cases.write_dataset(segcal.synthetic.scenes(2, size=(32, 40)), data)
+        (report / "work").mkdir(parents=True)
+        (report / "work" / "fit.json").write_text(str(seed))
+        if seed == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(segcal.cli.demo, "_demonstrate", write)
+    run("pack", "ds", "d/scenes")  # as any packed dataset
+    refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
+    shutil.rmtree(tmp_path / "d" / "scenes")
+    run("compare", "ds", "--methods", "ts", "--repeats", "1", "--metrics", "nll", "-o", "d/report")  # as any study
+    refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
+    shutil.rmtree(tmp_path / "d" / "report")
+    (tmp_path / "d" / "mine.txt").write_text("mine")
+    for seed in (0, 1, 3, 0):  # again and again; one of them is stopped in the middle
+        assert run("demo", "-o", "d", "--seed", seed)[0] == (130 if seed == 3 else 0)
+        assert (tmp_path / "d" / "report" / "work" / "fit.json").read_text() == str(seed)
+    (tmp_path / "d" / "report" / "notes.txt").write_text("mine")
+    refused(run, tmp_path, "report/notes.txt, which no demo wrote", "demo", "-o", "d")
+    (tmp_path / "d" / "report" / "notes.txt").unlink()
+    (tmp_path / "d" / "report" / "work" / "fit.json").write_text("changed")
+    refused(run, tmp_path, "report/work/fit.json, which no demo wrote", "demo", "-o", "d")
+    assert (tmp_path / "d" / "mine.txt").read_text() == "mine"

@@ -16,9 +16,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from segcal.calibrators.module import CalibratorModule
-from segcal.calibrators.storage import read_calibrator, write_calibrator
+from segcal.calibrators.storage import calibrator_bytes, read_calibrator
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError, SegcalError
+from segcal.files import atomic_path
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
 from segcal.types import CHUNK_VALUES, Case, FitReport
@@ -234,10 +235,16 @@ class Calibrator(CalibratorModule, ABC):
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with all there is to know; ``segcal.load`` reads it."""
+        content = self.to_bytes()
+        # Written here and not by safetensors, whose files nobody else may read, whatever the user's umask.
+        with atomic_path(Path(path)) as temporary:
+            temporary.write_bytes(content)
+
+    def to_bytes(self) -> bytes:
+        """What ``save`` writes."""
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
-        write_calibrator(
-            Path(path),
+        return calibrator_bytes(
             {name: tensor.detach().cpu() for name, tensor in self.tensors().items()},
             id=self.id,
             arguments=self.arguments(),

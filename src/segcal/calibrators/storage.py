@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from segcal.errors import DataError
-from segcal.files import atomic_path
 from segcal.results import number, plain
 from segcal.types import FitReport
 
@@ -32,8 +31,7 @@ class Stored(NamedTuple):
     fit_report: FitReport | None
 
 
-def write_calibrator(
-    path: Path,
+def calibrator_bytes(
     tensors: Mapping[str, Tensor],
     *,
     id: str,
@@ -41,8 +39,8 @@ def write_calibrator(
     num_classes: int,
     class_names: Sequence[str] | None,
     fit_report: FitReport | None,
-) -> None:
-    """Write a calibrator, complete or not at all."""
+) -> bytes:
+    """What a calibrator's file holds."""
     about = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -53,8 +51,7 @@ def write_calibrator(
         "fit_report": fit_report and asdict(fit_report),
     }
     metadata = {"segcal": json.dumps(plain(about), allow_nan=False)}
-    with atomic_path(path) as temporary:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata)
+    return save({name: t.contiguous() for name, t in tensors.items()}, metadata)
 
 
 def read_calibrator(path: Path, known: Sequence[str]) -> Stored:

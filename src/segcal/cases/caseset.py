@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -58,6 +59,8 @@ class CaseSet(Sequence[Case]):
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
     num_members: int | None = None
     """How many ensemble members the logits are pooled from; None for a single model."""
+    folders: tuple[Path, ...] = ()
+    """The folders that the cases are read from, where nothing may be written."""
 
     def __post_init__(self) -> None:
         if self.splits:

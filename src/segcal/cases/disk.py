@@ -341,6 +341,11 @@ class DiskCase:
         return array
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files that this case depends on."""
+        return self.files.paths + (self._all_members.paths if self._all_members is not None else ())
+
+    @property
     def suffix(self) -> str:
         """The format of the scores."""
         parts = split_suffix(self.files.members[0].name)

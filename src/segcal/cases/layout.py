@@ -12,6 +12,8 @@ from segcal.cases.formats import split_suffix
 from segcal.errors import DataError, SegcalError
 from segcal.scores import KINDS
 
+# Beside the scores, in the plain convention.
+_EXTRAS = ("labels", "images", "masks", "posteriors")
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 
 
@@ -28,6 +30,12 @@ class CaseFiles:
     prediction: Path | None = None
     """nnU-Net's own segmentation, which knows the geometry that its npz file lacks."""
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All of them."""
+        some = (self.label, self.mask, self.posterior, self.prediction)
+        return (*self.members, *self.images, *(path for path in some if path is not None))
+
 
 @dataclass(frozen=True)
 class Found:
@@ -37,6 +45,8 @@ class Found:
     cases: tuple[CaseFiles, ...]
     members: tuple[str, ...] = ()
     problems: list[SegcalError] = field(default_factory=list)
+    folders: tuple[Path, ...] = ()
+    """What is read: the folders of all files, and in the plain convention those that would be."""
 
 
 def find_plain(root: Path, config: DatasetConfig) -> Found:
@@ -143,7 +153,10 @@ def attach(found: Found, root: Path) -> Found:
         )
         for case in found.cases
     )
-    return replace(found, cases=cases)
+    usual = [root / name for name in (*KINDS, *_EXTRAS)] if config.layout == "plain" else []
+    return replace(
+        found, cases=cases, folders=tuple(dict.fromkeys([*usual, *(p.parent for c in cases for p in c.paths)]))
+    )
 
 
 def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfig]:

@@ -107,6 +107,7 @@ def case_set(found: Found) -> CaseSet:
         groups=config.groups,
         splits=config.splits,
         num_members=first.num_members,
+        folders=found.folders,
     )
 
 

@@ -1,4 +1,4 @@
-"""A folder being filled: every file appears complete or not at all, is read back and compared, and can be resumed."""
+"""Arrays written to a folder: each appears complete or not at all, is read back and compared, and can be resumed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Array, ArraySink, Geometry, Index, create_array, open_array
 from segcal.errors import OutputError, SegcalError
-from segcal.files import atomic_path
+from segcal.files import atomic_path, file_name, file_state
+from segcal.folders import OwnFolder
 from segcal.scores import keep_argmax
 from segcal.types import Case, Kind
 
-JOURNAL = ".segcal-journal.jsonl"
+_VERSION = version("segcal")
 _NUMPY: dict[torch.dtype, DTypeLike] = {torch.float16: np.float16, torch.float32: np.float32}
 # What nnU-Net's own tools want beside the npz files; copied as bytes, never opened.
 _NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "predict_from_raw_data_args.json")
@@ -31,40 +34,41 @@ _NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "pred
 _FINISHED = {"file", "source", "parts", "digest"}
 
 
-class OutputFolder:
+class OutputFolder(OwnFolder):
     """Writes arrays into a folder and remembers, in a journal, what each was made from and what it must contain.
 
     Args:
         folder: The folder; it must be new or empty, unless ``resume``.
+        cases: What the outputs are made from: the folder is apart from theirs, and their names are fit for files.
+        holds: What the folder holds, in a few words.
         settings: What determines the outputs beside the input files; a file made with other settings is made again.
         resume: Keep the finished files that still read back as they were written.
+        shared: The folder may hold other things, which stay.
     """
 
-    def __init__(self, folder: Path, *, settings: dict[str, Any], resume: bool = False) -> None:
-        self.folder, self._journal = folder, folder / JOURNAL
-        self._settings = json.dumps(settings, sort_keys=True, default=str)
-        self._records: dict[str, dict[str, Any]] = {}
-        self._known: set[str] = set()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()) and not resume:
-                raise OutputError(
-                    "is not empty", where=str(folder), fix="choose another folder, or --resume to continue"
-                )
-            if self._journal.is_file():
-                text = self._journal.read_text()
-                if text and not text.endswith("\n"):  # The program was killed while it wrote this line.
-                    self._append("\n")
-                lines = [record for record in map(_parse_line, text.splitlines()) if record]
-                self._known = {record["file"] for record in lines}
-                self._records = {record["file"]: record for record in lines if record.keys() >= _FINISHED}
-        except OSError as error:
-            raise _unwritable(folder, error) from None
+    def __init__(
+        self,
+        folder: Path,
+        cases: CaseSet,
+        holds: str,
+        *,
+        settings: dict[str, Any],
+        resume: bool = False,
+        shared: bool = False,
+    ) -> None:
+        for name in cases.ids:
+            file_name(name)
+        super().__init__(folder, holds, inputs=cases.folders, resume=resume, shared=shared)
+        self._settings = json.dumps([_VERSION, settings], sort_keys=True)
+        self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}
 
     def finished(self, relative: str, case: Case) -> bool:
-        """Whether this file was made from the case as it is now, with these settings, and still reads back right."""
-        record = self._records.get(relative)
-        if record is None or record["source"] != self._source(case):
+        """Whether this file was made from the case as it is now, with these settings, and still reads back right.
+
+        Of a case that is not read from files nobody knows what it was when the file was made: it is made again.
+        """
+        record = self._finished.get(relative)
+        if record is None or not isinstance(case.source, DiskCase) or record["source"] != self._source(case):
             return False
         try:
             return bool(_digest(self.folder / relative, record["parts"]) == record["digest"])
@@ -85,49 +89,35 @@ class OutputFolder:
     ) -> Iterator[VerifiedSink]:
         """Write one array part by part; when the block ends, it is read back and compared before it counts."""
         path = self.folder / relative
-        replace = relative in self._known
-        self._note({"file": relative})
-        with create_array(path, shape, dtype, row_axis=row_axis, key=key, geometry=geometry, replace=replace) as sink:
+        if isinstance(case.source, DiskCase) and path.exists() and any(map(path.samefile, case.source.paths)):
+            raise OutputError("is read, too", where=str(path), case=case.id, fix="choose another folder")
+        self.claim(relative)  # Whatever is there is ours, or this fails.
+        with create_array(path, shape, dtype, row_axis=row_axis, key=key, geometry=geometry, replace=True) as sink:
             verified = VerifiedSink(sink)
             yield verified
         digest = verified.digest.hexdigest()
         if _digest(path, verified.parts) != digest:
             raise OutputError("reads back differently from what was written", where=str(path), fix="check the disk")
         record = {"file": relative, "source": self._source(case), "parts": verified.parts, "digest": digest}
-        self._records[relative] = record
-        self._note(record)
-
-    def _note(self, record: dict[str, Any]) -> None:
-        """Add a line to the journal: a file is named before it is written, so that it is known as ours ever after."""
-        self._known.add(record["file"])
-        try:
-            self._append(json.dumps(record) + "\n")
-        except OSError as error:
-            raise _unwritable(self._journal, error) from None
-
-    def _append(self, text: str) -> None:
-        with self._journal.open("a") as journal:
-            journal.write(text)
+        self.note(record)
+        self._finished[relative] = record
 
     def text(self, relative: str, content: str) -> None:
         """Write a text file."""
-        with atomic_path(self.folder / relative) as temporary:
-            temporary.write_text(content)
+        with atomic_path(self.claim(relative)) as temporary:
+            temporary.write_text(content, encoding="utf-8")
 
     def copy(self, source: Path, relative: str) -> None:
         """Copy a file as it is."""
-        with atomic_path(self.folder / relative) as temporary:
+        with atomic_path(self.claim(relative)) as temporary:
             shutil.copyfile(source, temporary)
 
     def _source(self, case: Case) -> str:
         digest = hashlib.blake2b(f"{self._settings}|{case.id}|{case.shape}".encode(), digest_size=16)
         if isinstance(case.source, DiskCase):
-            files = case.source.files
             digest.update(repr(case.source.config).encode())
-            for path in (*files.members, files.label, *files.images, files.mask, files.posterior):
-                if path is not None:
-                    status = path.stat()
-                    digest.update(f"{path}|{status.st_size}|{status.st_mtime_ns}".encode())
+            for path in case.source.paths:
+                digest.update(json.dumps([str(path), file_state(path)]).encode())
         return digest.hexdigest()
 
 
@@ -159,8 +149,8 @@ class ScoreWriter:
     def path(self, case: Case) -> str:
         """Where the scores of a case go, relative to the output folder."""
         if not isinstance(case.source, DiskCase):
-            return f"{self.kind}/{case.id}.npy"
-        name = case.id + case.source.suffix
+            return f"{self.kind}/{file_name(case.id)}.npy"
+        name = file_name(case.id) + case.source.suffix
         return name if case.source.config.layout == "nnunet" else f"{self.kind}/{name}"
 
     @contextmanager
@@ -242,16 +232,3 @@ def _digest(path: Path, parts: list[list[list[int]]]) -> str:
     for bounds in parts:
         digest.update(np.ascontiguousarray(file.read(tuple(slice(*bound) for bound in bounds))).tobytes())
     return digest.hexdigest()
-
-
-def _parse_line(line: str) -> dict[str, Any] | None:
-    """A journal record; the last line may have been cut off when the program was killed."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "file" in record else None
-
-
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot be written ({error.strerror})", where=str(path), expected="a writable folder")

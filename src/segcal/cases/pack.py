@@ -18,10 +18,13 @@ from segcal.cases.caseset import CaseSet
 from segcal.cases.config import CONFIG_NAME
 from segcal.cases.output import OutputFolder
 from segcal.errors import InputError
+from segcal.files import file_name
 from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
 
 StoredType = Literal["float16", "float32"]
+# What the folder holds, for whoever wants to go on with it.
+DATASET = "a dataset"
 FORMATS = ("npy", "zarr", "npz", "nii.gz", "nii", "tif", "h5")
 
 
@@ -65,21 +68,23 @@ def write_dataset(
     if not len(cases):
         raise InputError("no cases to write", where="cases", expected="at least one")
     started = time.perf_counter()
-    output = OutputFolder(Path(folder), settings={"dtype": dtype, "format": format}, resume=resume)
     spacing: dict[str, tuple[float, ...]] = {}
     total = _Totals()
-    for case in cases:
-        progress(case.id)
-        if case.spacing:
-            spacing[case.id] = case.spacing
-        total.cases += 1
-        if output.finished(f"labels/{case.id}.{format}", case) and output.finished(f"logits/{case.id}.{format}", case):
-            total.skipped += 1
-            continue
-        _write_extras(output, case, format)
-        _write_scores(output, case, format, dtype, total)
-        _write_labels(output, case, format, cases)
-    output.text(CONFIG_NAME, _describe(cases, spacing, case))
+    settings = {"dtype": dtype, "format": format, "classes": cases.num_classes, "ignore_index": cases.ignore_index}
+    with OutputFolder(Path(folder), cases, DATASET, settings=settings, resume=resume) as output:
+        for case in cases:
+            progress(case.id)
+            if case.spacing:
+                spacing[case.id] = case.spacing
+            total.cases += 1
+            name = f"{file_name(case.id)}.{format}"
+            if output.finished(f"labels/{name}", case) and output.finished(f"logits/{name}", case):
+                total.skipped += 1
+                continue
+            _write_extras(output, case, name)
+            _write_scores(output, case, name, dtype, total)
+            _write_labels(output, case, name, cases)
+        output.text(CONFIG_NAME, _describe(cases, spacing, case))
     size = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
     voxels = max(total.voxels, 1)
     return PackReport(
@@ -102,12 +107,12 @@ class _Totals:
     nll_stored: float = 0.0
 
 
-def _write_scores(output: OutputFolder, case: Case, format: str, dtype: StoredType, total: _Totals) -> None:
+def _write_scores(output: OutputFolder, case: Case, name: str, dtype: StoredType, total: _Totals) -> None:
     batch, classes, *spatial = case.shape
     multilabel = batch > 1
     shape = (batch if multilabel else classes, *spatial)
     everything = slice(None)
-    with output.array(f"logits/{case.id}.{format}", shape, dtype, case=case, row_axis=1, key="logits") as sink:
+    with output.array(f"logits/{name}", shape, dtype, case=case, row_axis=1, key="logits") as sink:
         for chunk in case.chunks():
             logits = chunk.logits
             if multilabel:  # Each two-class problem is stored as the one sigmoid logit it has.
@@ -129,27 +134,25 @@ def _nll(logits: Tensor, labels: Tensor, valid: Tensor) -> float:
     return float(-torch.where(valid, picked, 0.0).sum(dtype=torch.float64))
 
 
-def _write_labels(output: OutputFolder, case: Case, format: str, cases: CaseSet) -> None:
+def _write_labels(output: OutputFolder, case: Case, name: str, cases: CaseSet) -> None:
     labels = case.labels
     highest = max(cases.num_classes - 1, cases.ignore_index)
     dtype = np.uint8 if cases.ignore_index >= 0 and highest < 256 else np.int16 if highest < 2**15 else np.int32
     array = (labels if case.shape[0] > 1 else labels[0]).numpy()
-    _write_whole(output, f"labels/{case.id}.{format}", array, dtype, case, "labels", row_axis=int(case.shape[0] > 1))
+    _write_whole(output, f"labels/{name}", array, dtype, case, "labels", row_axis=int(case.shape[0] > 1))
 
 
-def _write_extras(output: OutputFolder, case: Case, format: str) -> None:
+def _write_extras(output: OutputFolder, case: Case, name: str) -> None:
     if case.mask is not None:
-        _write_whole(output, f"masks/{case.id}.{format}", case.mask[0].numpy(), np.bool_, case, "mask", row_axis=0)
+        _write_whole(output, f"masks/{name}", case.mask[0].numpy(), np.bool_, case, "mask", row_axis=0)
     if case.image is not None:
         image = case.image[0].numpy()
         small = image.astype(np.uint8) if image.size and image.min() >= 0 and image.max() <= 255 else None
         exact = small is not None and np.array_equal(small, image)
-        _write_whole(
-            output, f"images/{case.id}.{format}", image, np.uint8 if exact else np.float32, case, "image", row_axis=1
-        )
+        _write_whole(output, f"images/{name}", image, np.uint8 if exact else np.float32, case, "image", row_axis=1)
     if case.posterior is not None:
         posterior = case.posterior[0].numpy()
-        _write_whole(output, f"posteriors/{case.id}.{format}", posterior, np.float32, case, "posterior", row_axis=1)
+        _write_whole(output, f"posteriors/{name}", posterior, np.float32, case, "posterior", row_axis=1)
 
 
 def _write_whole(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,10 @@ from segcal.cli.data import show_check
 from segcal.cli.evaluate import show_results
 from segcal.cli.study import show_study
 from segcal.compare import compare
+from segcal.errors import OutputError
 from segcal.evaluate import evaluate
+from segcal.files import writing
+from segcal.folders import OwnFolder
 
 # Enough for a study; more would take longer and show the same.
 _IMAGES = 32
@@ -30,10 +34,12 @@ _REPEATS = 2
 # One of every kind: one temperature, class-conditional and local ones, maps that move labels, selectors, curves.
 _METHODS = ("ts", "ets", "dc", "cms-ap", "cms-op", "lts-ti", "selective", "meta-cal", "isotonic", "histogram")
 _METRICS = ("nll", "ece", "ba-ece", "dsc")
+# Where it writes, in its output folder.
+_SCENES, _REPORT = "scenes", "report"
 
 
 def demo_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write; replaced if it is a demo.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write; an earlier demo is replaced.")] = Path(
         "segcal-demo"
     ),
     seed: Annotated[int, typer.Option(help="Same seed, same scenes.")] = 0,
@@ -45,9 +51,11 @@ def demo_command(
 
     Example: segcal demo
     """
-    data, report = output / "scenes", output / "report"
-    _clear(data, ".segcal-journal.jsonl")
-    _clear(report, "work")
+    with _demo_folder(output):
+        _demonstrate(output / _SCENES, output / _REPORT, seed)
+
+
+def _demonstrate(data: Path, report: Path, seed: int) -> None:
     scenes = synthetic.demo_scenes(seed)[0][:_IMAGES]
     _say("1. Scenes: images, labels and the logits of an overconfident network", f"segcal check {data}")
     with progress("writing", len(scenes)) as step:
@@ -95,7 +103,38 @@ def _true_error(cases: CaseSet, calibrator: Calibrator | None) -> synthetic.True
     return error
 
 
-def _clear(folder: Path, mark: str) -> None:
-    """Remove what an earlier demo wrote, which has this in it, and nothing else."""
-    if (folder / mark).exists():
-        shutil.rmtree(folder)
+@contextmanager
+def _demo_folder(output: Path) -> Iterator[None]:
+    """Take away what an earlier demo wrote, and remember what this one writes, however it ends."""
+    with OwnFolder(output, "a demo", shared=True) as own:
+        _remove_earlier(own)
+        own.begin()
+        try:
+            yield
+        finally:
+            own.note({"wrote": _states(output)})
+
+
+def _remove_earlier(own: OwnFolder) -> None:
+    """Remove the files that the last demo says it wrote; if there is another, or one has changed, remove none."""
+    wrote: dict[str, list[int]] = next((record["wrote"] for record in reversed(own.records) if "wrote" in record), {})
+    there = _states(own.folder)
+    if foreign := [name for name, state in there.items() if wrote.get(name) != state]:
+        raise OutputError(
+            f"there is {foreign[0]}, which no demo wrote" + (f", and {len(foreign) - 1} more" if foreign[1:] else ""),
+            where=str(own.folder),
+            expected=f"no {_SCENES} and no {_REPORT}, or those of an earlier demo as it left them",
+            fix="choose another folder with -o, or move these away",
+        )
+    with writing(own.folder):
+        for name in there:
+            (own.folder / name).unlink()
+        for folder in sorted({parent for name in there for parent in Path(name).parents[:-1]}, reverse=True):
+            with suppress(OSError):  # A folder that someone made in it stays.
+                (own.folder / folder).rmdir()
+
+
+def _states(output: Path) -> dict[str, list[int]]:
+    """Size and time of every file that is where the demo writes."""
+    files = (path for name in (_SCENES, _REPORT) for path in sorted((output / name).rglob("*")) if not path.is_dir())
+    return {path.relative_to(output).as_posix(): [path.lstat().st_size, path.lstat().st_mtime_ns] for path in files}

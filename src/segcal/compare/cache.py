@@ -24,7 +24,7 @@ from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
 from segcal.cases.caseset import CaseRef
 from segcal.errors import SegcalError
-from segcal.files import atomic_path
+from segcal.files import atomic_path, file_state
 from segcal.results import plain
 
 _VERSION = version("segcal")
@@ -120,7 +120,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, FunctionType) and not value.__closure__ and value.__name__ != "<lambda>":
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Path):
-        return _described_file(value)
+        return file_state(value)
     if is_dataclass(value) and not isinstance(value, type):
         content = {item.name: _described(getattr(value, item.name)) for item in fields(value)}
         return [type(value).__qualname__, content]
@@ -133,13 +133,3 @@ def _described(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [_described(item) for item in value]
     raise _UnknownOriginError(type(value).__name__)
-
-
-def _described_file(path: Path) -> Any:
-    if path.is_dir():  # a zarr store
-        return [path.name, [_described_file(item) for item in sorted(path.iterdir())]]
-    try:
-        about = path.stat()
-    except OSError:
-        return [path.name, None]
-    return [path.name, about.st_size, about.st_mtime_ns]

@@ -23,8 +23,9 @@ from segcal.compare.settings import Pooling, Preserve, Select, Sensitivity, Sett
 from segcal.compare.shifted import corrupted_sets, given_sets
 from segcal.compare.splits import split_cases
 from segcal.compare.study import Study
-from segcal.errors import InputError, OutputError
+from segcal.errors import InputError
 from segcal.evaluate import DEFAULT_METRICS
+from segcal.folders import OwnFolder
 from segcal.results import plain
 from segcal.statistics import EVERYTHING
 
@@ -126,7 +127,8 @@ def compare(
     if shift:
         moved += corrupted_sets(cases, model, settings)
     started = time.perf_counter()
-    with _folder(output, resume) as folder:
+    inputs = [folder for read in (cases, *(shifted or {}).values()) for folder in read.folders]
+    with _folder(output, resume, inputs) as folder:
         run = Run(cases, settings, splits, moved, folder, Store(folder / "work"), workers, progress)
         document = results_document(run, warnings, {**about_data(cases, name), "splits": origin}, command)
         document["timings"] = {
@@ -143,16 +145,11 @@ def compare(
 
 
 @contextmanager
-def _folder(output: str | Path | None, resume: bool) -> Iterator[Path]:
+def _folder(output: str | Path | None, resume: bool, inputs: Sequence[Path]) -> Iterator[Path]:
     if output is None:
         with tempfile.TemporaryDirectory(prefix="segcal-") as temporary:
             yield Path(temporary)
         return
-    folder = Path(output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not resume:
-            raise OutputError("is not empty", where=str(folder), fix="choose another folder, or --resume to continue")
-    except OSError as error:
-        raise OutputError(f"cannot be used ({error})", where=str(folder), expected="a folder to write to") from None
-    yield folder
+    with OwnFolder(Path(output), "a study", inputs=inputs, resume=resume) as own:
+        own.begin()
+        yield own.folder

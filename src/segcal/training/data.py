@@ -87,6 +87,12 @@ class Dataset:
     splits: Mapping[str, tuple[str, ...]]
 
     @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that are read, where nothing may be written."""
+        files = (part for scan in self.scans.values() for part in (*scan.images, scan.label))
+        return tuple(dict.fromkeys(part.file.path.parent for part in files))
+
+    @property
     def channels(self) -> int:
         """Channels of every image."""
         return next(iter(self.scans.values())).channels

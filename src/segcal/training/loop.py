@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from segcal.cases.pack import DATASET
 from segcal.errors import ConfigError, OutputError, SegcalError
-from segcal.files import atomic_path
+from segcal.files import atomic_path, check_writable
+from segcal.folders import OwnFolder
 from segcal.training import checkpoint
 from segcal.training.config import TrainingConfig, differences, load_config
 from segcal.training.data import check_validation, open_dataset
@@ -67,15 +69,18 @@ class Trainer:
 
     def __init__(self, config: TrainingConfig, *, resume: bool = False) -> None:
         self.config, self.output = config, Path(config.output)
-        if not resume and (self.output / LAST).exists():
+        check_writable(self.output, folder=True)
+        if not resume and (there := [name for name in (LAST, BEST, LOG) if (self.output / name).exists()]):
             raise OutputError(
-                "holds a run already",
+                f"holds a run already ({', '.join(there)})",
                 where=str(self.output),
                 expected="a new folder",
                 fix="choose another output, or --resume",
             )
         state = checkpoint.load(self.output / LAST) if resume else None
         self.dataset = open_dataset(config)
+        for folder in LOGITS.values():  # Known now, not after hours of training.
+            OwnFolder(self.output / folder, DATASET, inputs=self.dataset.folders, resume=resume)
         self.parts = self.dataset.parts(config.split, config.seed)
         self.loss = build_loss(config.loss, self.dataset.classes, self.dataset.ignore_index)
         self.controllers = controllers(self.loss)

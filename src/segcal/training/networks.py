@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,7 +109,7 @@ class UNet(nn.Module):
         """Write the weights, and what the network is, to a safetensors file."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         with atomic_path(path) as temporary:
-            save_file(tensors, temporary, metadata={_KEY: json.dumps(self.options)})
+            temporary.write_bytes(save(tensors, metadata={_KEY: json.dumps(self.options)}))
 
 
 def load_network(path: str | Path) -> UNet:

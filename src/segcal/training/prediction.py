@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from segcal.cases import CaseRef, CaseSet, write_dataset
-from segcal.cases.output import JOURNAL
 from segcal.losses import CRaC
 from segcal.metrics import dice_per_class, ece, nll
 from segcal.metrics.measure import Measure
@@ -101,9 +99,7 @@ def write_logits(
     dtype: Literal["float16", "float32"],
     progress: Callable[[str], None],
 ) -> None:
-    """Write logits, labels and images of some scans as a dataset; one that was there before is replaced."""
-    if (folder / JOURNAL).is_file():
-        shutil.rmtree(folder)
+    """Write logits, labels and images of some scans as a dataset, over those that the run wrote before."""
     cases = _Predictions(
         [CaseRef(name, partial(_open, network, dataset, name, dims, batch)) for name in names],
         num_classes=dataset.classes,
@@ -111,7 +107,7 @@ def write_logits(
         class_names=dataset.class_names,
         groups=dataset.groups,
     )
-    write_dataset(cases, folder, dtype=dtype, progress=progress)
+    write_dataset(cases, folder, dtype=dtype, resume=True, progress=progress)
 
 
 class _Predictions(CaseSet):
