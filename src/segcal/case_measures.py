@@ -13,7 +13,7 @@ from torch import Tensor
 from segcal.case_scores import AnyCalibrator, as_calibrator, case_scores
 from segcal.kernels import AffineMap
 from segcal.metrics import Aggregation, Measure, SecondPass, second_pass
-from segcal.metrics.surfaces import class_mean, surface_distances
+from segcal.metrics.surfaces import class_mean, foreground, surface_distances
 from segcal.plan import LOCAL, Plan, metric_spec
 from segcal.regions import CaseRegions, Window
 from segcal.results import POOLED, Row
@@ -38,6 +38,7 @@ class CaseVoxels:
             spacing=case.spacing,
             ignore_index=case.ignore_index,
             mask=case.mask,
+            background=plan.background,
             seed=zlib.crc32(case.id.encode()) ^ plan.seed,
         )
         self.masks = {
@@ -248,7 +249,7 @@ def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
     for column in plan.columns:
         spec = metric_spec(column.metric)
         if "surfaces" in spec.needs:
-            value = class_mean(spec.function(distances, **column.options))
-            missed = int(distances.missed[:, 1:].sum())
+            value = class_mean(spec.function(distances, **column.options), plan.background)
+            missed = int(foreground(distances.missed, plan.background).sum())
             rows.append(Row(case.id, EVERYTHING, column.id, float(value), value.count, missed))
     return rows

@@ -36,6 +36,7 @@ class CheckReport:
     class_names: tuple[str, ...] | None
     ignore_index: int
     cases: int
+    background: int | None = 0
     channels: int | None = None
     multilabel: bool = False
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -92,6 +93,7 @@ class CheckReport:
             "multilabel": self.multilabel,
             "class_names": list(self.class_names) if self.class_names else None,
             "ignore_index": self.ignore_index,
+            "background": self.background,
             "shapes": [{"shape": list(shape), "cases": count} for shape, count in self.shapes.most_common()],
             "dtypes": dict(self.dtypes),
             "formats": dict(self.formats),
@@ -132,6 +134,11 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
         progress(files.id)
         _check_case(files, found, report)
     _add_notes(report)
+    if report.channels:
+        try:
+            report.background = config.background_class(report.channels)
+        except SegcalError as error:
+            report.problems.append(error)
     if config.splits:
         named = {name for names in config.splits.values() for name in names}
         report.notes += in_no_part([files.id for files in found.cases if files.id not in named])

@@ -104,7 +104,7 @@ def evaluate_many(
         >>> found["after"].value("nll") < found["before"].value("nll")
         True
     """
-    plan = Plan.make(metrics, regions, masks or {}, seed, exact)
+    plan = Plan.make(metrics, regions, masks or {}, seed, exact, cases.background)
     if workers < 1:
         raise InputError(f"workers is {workers}", expected="at least 1")
     if not len(cases):
@@ -248,6 +248,8 @@ def _about(plan: Plan, cases: CaseSet, calibrator: AnyCalibrator) -> dict[str, A
         "num_classes": cases.num_classes,
         "class_names": list(cases.class_names) if cases.class_names else None,
         "ignore_index": cases.ignore_index,
+        "background": cases.background,
+        "without_background": list(plan.without_background),
         "calibrator": None if calibrator is None else getattr(calibrator, "id", type(calibrator).__name__),
         "columns": [f"{column.id} in {column.region}" for column in plan.columns],
         "bins": DEFAULT_BINS,

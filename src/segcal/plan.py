@@ -29,6 +29,7 @@ class Plan:
     masks: Mapping[str, Callable[[Case], Tensor]]
     seed: int
     exact: bool = False
+    background: int | None = 0
 
     @classmethod
     def make(
@@ -38,6 +39,7 @@ class Plan:
         masks: Mapping[str, Callable[[Case], Tensor]],
         seed: int,
         exact: bool = False,
+        background: int | None = 0,
     ) -> Plan:
         """Check the request and spell it out as columns."""
         if taken := sorted(set(masks) & set(REGIONS)):
@@ -52,11 +54,28 @@ class Plan:
         if not columns:
             raise InputError("nothing was asked for", expected="at least one metric in at least one region")
         different = {(column.id, column.region, column.aggregation): column for column in columns}
-        return cls(tuple(different.values()), masks, seed, exact)
+        return cls(tuple(different.values()), masks, seed, exact, background)
 
     def columns_of(self, how: Aggregation) -> list[tuple[int, Column]]:
         """The columns that want values of every image, or the pooled one, with their numbers."""
         return [(n, column) for n, column in enumerate(self.columns) if column.aggregation in (None, how)]
+
+    @property
+    def without_background(self) -> tuple[str, ...]:
+        """The columns that leave the background out: surfaces, some means over classes, and some regions."""
+        if self.background is None:
+            return ()
+        found = [
+            column
+            for column in self.columns
+            if "surfaces" in metric_spec(column.metric).needs
+            or column.metric == "volume-dice"
+            or column.options.get("background") is False
+            or column.region in ("foreground", "all")
+        ]
+        return tuple(
+            column.id if column.region == EVERYTHING else f"{column.id} in {column.region}" for column in found
+        )
 
     @property
     def needs(self) -> set[str]:
@@ -77,6 +96,7 @@ class Plan:
             num_classes,
             sorted({DEFAULT_BINS, *bins}),
             regions=self.regions,
+            background=self.background,
             thresholds=sorted(thresholds),
             threads=threads,
         )

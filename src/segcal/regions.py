@@ -183,6 +183,7 @@ class CaseRegions:
         spacing: Voxel size per spatial axis; None means that all lengths are in voxels.
         ignore_index: The label that makes a voxel invalid.
         mask: ``(N, *spatial)`` bool, True where the voxel is valid.
+        background: The class that is no foreground; None where there is none.
         seed: Seed of the local patches, which are shared by the N images; give every case its own.
 
     Examples:
@@ -202,9 +203,10 @@ class CaseRegions:
         spacing: Sequence[float] | None = None,
         ignore_index: int = 255,
         mask: Tensor | None = None,
+        background: int | None = 0,
         seed: int = 0,
     ) -> None:
-        self.labels = labels
+        self.labels, self.background = labels, background
         self.spacing = checked_spacing(spacing, labels)
         self.valid = valid_voxels(labels, ignore_index=ignore_index, mask=mask)
         self.seed = seed
@@ -213,6 +215,11 @@ class CaseRegions:
     def boundary(self) -> Tensor:
         """``(N, *spatial)`` bool boundary voxels; see ``label_boundary``."""
         return label_boundary(self.labels, self.valid)
+
+    @property
+    def foreground(self) -> Tensor:
+        """``(N, *spatial)`` bool: where the label is not the background."""
+        return self.valid if self.background is None else self.labels != self.background
 
     @cached_property
     def distance(self) -> Tensor:
@@ -287,7 +294,7 @@ class Region:
 
     Examples:
         >>> REGIONS["foreground"].description
-        'label is not 0'
+        'label is not the background'
         >>> next(REGIONS["foreground"].parts(CaseRegions(torch.tensor([[0, 2, 255]])))).mask
         tensor([[False,  True, False]])
     """
@@ -322,8 +329,8 @@ def _boundary(case: CaseRegions) -> Tensor:
 
 _ALL_REGIONS = (
     _one_mask("everything", "all valid voxels", lambda case: case.valid),
-    _one_mask("foreground", "label is not 0", lambda case: case.labels != 0),
-    _one_mask("all", "foreground plus its boundary ring", lambda case: (case.labels != 0) | _boundary(case)),
+    _one_mask("foreground", "label is not the background", lambda case: case.foreground),
+    _one_mask("all", "foreground plus its boundary ring", lambda case: case.foreground | _boundary(case)),
     _one_mask("boundary", "within 2 voxels of a label change", _boundary),
     _one_mask("interior", "further than 2 voxels from any label change", lambda case: ~_boundary(case)),
     *(_band(index) for index in range(len(BAND_EDGES) - 1)),

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
+from segcal.kernels.atoms import add_distances, atoms_of
 
 EVERYTHING = "everything"
 TACE_THRESHOLD = 1e-3  # of Nixon et al. 2019
 _FORMAT, _VERSION = "segcal.VoxelStatistics", 1
 _MAX_REGIONS = 16  # so that a table of all combinations is small
-_MAX_ATOMS = 256  # a slot is a uint8
 
 
 class Layout(NamedTuple):
@@ -49,6 +49,7 @@ class VoxelStatistics:
         regions: Names of the regions ``update`` is told of; ``everything`` is always there.
         classwise: False leaves the per-class histograms out, which is faster; ``sce``, ``cece``, ``ace-adaptive`` and
             ``tace`` then have nothing to work on.
+        background: The class that ``volume-dice`` leaves out, and ``dsc`` and ``miou`` if told to; None for none.
         threshold: Class probabilities up to this are what ``tace`` leaves out, unless it is told another threshold.
         thresholds: Those others. The lowest class-probability bin ends at the lowest of all.
         backend: ``auto``, ``reference`` or ``numba``; see ``segcal.kernels.tally``.
@@ -70,6 +71,7 @@ class VoxelStatistics:
         *,
         regions: Sequence[str] = (),
         classwise: bool = True,
+        background: int | None = 0,
         threshold: float = TACE_THRESHOLD,
         thresholds: Sequence[float] = (),
         backend: Backend = "auto",
@@ -84,12 +86,15 @@ class VoxelStatistics:
         for value in (threshold, *thresholds):
             if not 0 < value < 1:
                 raise InputError(f"threshold is {value}", expected="a probability between 0 and 1")
+        if background is not None and not 0 <= background < num_classes:
+            raise InputError(f"background is {background}", expected=f"a class, 0 to {num_classes - 1}, or None")
         names = tuple(name for name in regions if name != EVERYTHING)
         if len(set(names)) < len(names) or len(names) > _MAX_REGIONS:
             raise InputError(f"regions are {names}", expected=f"at most {_MAX_REGIONS} different names")
         self.num_classes = num_classes
         self.bins = tuple(bins)
         self.regions = names
+        self.background = background
         self.threshold = float(threshold)
         self.thresholds = tuple(float(value) for value in thresholds)
         self.backend = backend
@@ -139,13 +144,13 @@ class VoxelStatistics:
             ignore_index=ignore_index, mask=mask, uncalibrated=uncalibrated, score_map=score_map,
         )  # fmt: skip
         masks = self._region_masks(labels, regions)
-        atoms, slots = _atoms(voxels, masks) if masks else ((0,), None)
+        atoms, slots = atoms_of(voxels, masks) if masks else ((0,), None)
         voxels = dataclasses.replace(voxels, slots=slots, num_slots=len(atoms))
         result, shift = tally(voxels, self.backend, self.threads)
         if score_map is not None:
             result.energy[:], shift = 0.0, 0.0
         if distance is not None:
-            _add_distances(result, distance, voxels)
+            add_distances(result, distance, voxels)
         self._add(result, Layout(atoms, shift))
         return self
 
@@ -266,6 +271,7 @@ class VoxelStatistics:
             "bins": self.bins,
             "regions": self.regions,
             "classwise": self.class_grid is not None,
+            "background": self.background,
             "threshold": self.threshold,
             "thresholds": self.thresholds,
         }
@@ -344,46 +350,6 @@ def _check_like(name: str, tensor: Tensor, like: Tensor, dtype: str) -> None:
             expected=f"shape {tuple(like.shape)}, {dtype}",
             fix="scores are (N, C, *spatial), all else (N, *spatial)",
         )
-
-
-def _atoms(voxels: Voxels, masks: Sequence[Tensor]) -> tuple[tuple[int, ...], Tensor]:
-    """The atoms among these voxels (bit r set: in region r) and each voxel's index among them, uint8."""
-    slots = torch.empty(voxels.labels.shape, dtype=torch.uint8, device=voxels.labels.device)
-    table = torch.full((2 ** len(masks),), -1, dtype=torch.int16, device=slots.device)
-    atoms: list[int] = []
-    for piece in voxels.pieces():
-        codes = torch.zeros_like(voxels.flat(slots, piece), dtype=torch.int64)
-        for bit, mask in enumerate(masks):
-            codes |= voxels.flat(mask, piece).to(codes) << bit
-        present = torch.bincount(codes, minlength=len(table)) > 0
-        new = (present & (table < 0)).nonzero().squeeze(1).tolist()
-        for atom in new:
-            table[atom] = len(atoms)
-            atoms.append(atom)
-        if len(atoms) > _MAX_ATOMS:
-            raise InputError(
-                f"the regions overlap in more than {_MAX_ATOMS} different ways",
-                fix="collect some of the regions in statistics of their own",
-            )
-        slots.view(-1)[piece.offset : piece.offset + len(codes)] = table[codes].to(torch.uint8)
-    return tuple(atoms), slots
-
-
-def _add_distances(result: Tally, distance: Tensor, voxels: Voxels) -> None:
-    """Sum and number of finite distances, and number of all, per slot; on the CPU, where sums have a fixed order."""
-    size = len(result.distance)
-    for piece in voxels.pieces():
-        values, labels = voxels.flat(distance, piece).cpu().double(), voxels.flat(voxels.labels, piece).cpu()
-        keep = torch.ones_like(labels, dtype=torch.bool)
-        if voxels.ignore_index is not None:
-            keep &= labels != voxels.ignore_index
-        if voxels.mask is not None:
-            keep &= voxels.flat(voxels.mask, piece).cpu()
-        slots = torch.zeros_like(labels) if voxels.slots is None else voxels.flat(voxels.slots, piece).cpu().long()
-        finite = keep & torch.isfinite(values)
-        result.distance[:, 0] += torch.bincount(slots[finite], weights=values[finite], minlength=size).numpy()
-        result.distance[:, 1] += torch.bincount(slots[finite], minlength=size).numpy()
-        result.distance[:, 2] += torch.bincount(slots[keep], minlength=size).numpy()
 
 
 def _packed(array: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class CaseSet(Sequence[Case]):
     class_names: tuple[str, ...] | None = None
     groups: Groups | None = None
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    background: int | None = 0
+    """The class that metrics of the foreground leave out; None where every class is one like any other."""
     num_members: int | None = None
     """How many ensemble members the logits are pooled from; None for a single model."""
     folders: tuple[Path, ...] = ()

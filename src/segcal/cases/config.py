@@ -42,6 +42,8 @@ class DatasetConfig:
     class_names: tuple[str, ...] | None = None
     ignore_index: int | None = None
     """Label that takes a voxel out of everything; 255 by default."""
+    background: int | Literal["none"] | None = None
+    """The class that metrics of the foreground leave out, or ``none``; 0 by default."""
     pooling: Kind | None = None
     """Space in which ensemble members are averaged; by default the one they are stored in."""
     multilabel: bool | None = None
@@ -60,6 +62,25 @@ class DatasetConfig:
     """Regular expression that finds the group (patient) in a case name, so that splits keep groups together."""
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """``calibration``, ``validation``, ``test``: lists of case names."""
+
+    def background_class(self, num_classes: int) -> int | None:
+        """The background among so many classes, or None.
+
+        Examples:
+            >>> [parse_config(raw).background_class(4) for raw in ({}, {"background": 3}, {"background": "none"})]
+            [0, 3, None]
+        """
+        if self.multilabel and self.background is not None:
+            raise ConfigError(
+                f"background = {self.background!r} with multi-label data",
+                expected="no background: what a channel does not claim is outside of it",
+            )
+        if self.background == "none":
+            return None
+        index = self.background or 0
+        if not 0 <= index < num_classes:
+            raise ConfigError(f"background = {index}", expected=f"a class, 0 to {num_classes - 1}, or 'none'")
+        return index
 
     def with_defaults(self) -> DatasetConfig:
         """Fill in what follows from the rest."""
@@ -80,6 +101,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _TYPES: dict[str, type] = {"classes": int, "ignore_index": int, "multilabel": bool}
 _TEXTS = ("scores", "labels", "images", "masks", "posteriors", "key", "groups")
+
+
+def background_line(background: int | None) -> str:
+    """How ``segcal.toml`` says which class is the background."""
+    return 'background = "none"' if background is None else f"background = {background}"
 
 
 def load_config(path: Path) -> DatasetConfig:
@@ -117,6 +143,9 @@ def _parse(name: str, value: Any) -> Any:
         return _require(name, value, exact, {int: "a whole number", bool: "true or false"}[_TYPES[name]])
     if name in _TEXTS:
         return _require(name, value, isinstance(value, str), "a text")
+    if name == "background":
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return _require(name, value, value == "none" or whole, "the number of a class, or 'none'")
     if name == "class_names":
         return tuple(_require(name, value, _is_list(value, str), "a list of texts"))
     if name == "spacing" and not isinstance(value, Mapping):

@@ -103,6 +103,7 @@ def case_set(found: Found) -> CaseSet:
         refs=tuple(CaseRef(files.id, partial(open_case, files, config)) for files in found.cases),
         num_classes=first.num_classes,
         ignore_index=config.ignore_index,
+        background=config.background_class(first.num_classes),
         class_names=None if config.multilabel else names,
         groups=config.groups,
         splits=config.splits,

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
-from segcal.cases.config import CONFIG_NAME
+from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.output import OutputFolder
 from segcal.errors import InputError
 from segcal.files import file_name
@@ -171,6 +171,7 @@ def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], example: Ca
         lines.append("multilabel = true")
     else:
         lines.append(f"classes = {cases.num_classes}")
+        lines.append(background_line(cases.background))
     if cases.class_names:
         lines.append(f"class_names = {json.dumps(list(cases.class_names))}")
     if isinstance(cases.groups, str):

@@ -152,6 +152,8 @@ def show_check(report: CheckReport) -> None:
     facts.add_row(
         "classes", f"{report.channels} sigmoid channels" if report.multilabel else str(report.channels or "?")
     )
+    if not report.multilabel:
+        facts.add_row("background", "none" if report.background is None else f"class {report.background}")
     shapes = [f"{' x '.join(map(str, shape))} ({count})" for shape, count in report.shapes.most_common(4)]
     more = len(report.shapes) - 4
     facts.add_row("shapes", ", ".join(shapes) + (f", {more} more" if more > 0 else ""))

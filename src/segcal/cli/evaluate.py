@@ -116,6 +116,10 @@ def show_results(results: Results) -> None:
     out.print(table)
     if binned := [name for name in dict.fromkeys(row.metric for row in results.rows) if "num_bins" in _unsaid(name)]:
         out.print(f"{results.about['bins']} bins: {', '.join(binned)}", soft_wrap=True, markup=False)
+    if without := results.about["without_background"]:
+        index, names = results.about["background"], results.about["class_names"]
+        named = f"class {index} ({names[index]})" if names else f"class {index}"
+        out.print(f"without the background, {named}: {', '.join(without)}", soft_wrap=True, markup=False)
     for note in results.notes():
         out.print(f"[yellow]note[/] {note}", soft_wrap=True)
     for line in diagnosis_in_words(results):

@@ -79,6 +79,7 @@ def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
         "num_classes": cases.num_classes,
         "class_names": class_names(cases),
         "ignore_index": cases.ignore_index,
+        "background": cases.background,
         "spatial_rank": len(first.shape) - 2,
         "members": cases.num_members,
         "has_images": first.image is not None,

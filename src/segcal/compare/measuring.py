@@ -82,7 +82,12 @@ class Group(NamedTuple):
         return content_key(
             fit=self.fits[method],
             cases=[(i, self.known[i]) for i in self.cases.ids],
-            classes=(self.cases.num_classes, self.cases.ignore_index, self.cases.class_names),
+            classes=(
+                self.cases.num_classes,
+                self.cases.ignore_index,
+                self.cases.background,
+                self.cases.class_names,
+            ),
             columns=[column_name(column) for column in self.columns],
             rows=Row._fields,
             variant=self.variant,

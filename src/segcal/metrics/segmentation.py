@@ -40,7 +40,7 @@ def dsc(
 ) -> Measure:
     """Dice similarity coefficient, the mean over classes of ``2 TP / (2 TP + FP + FN)`` (Dice 1945).
 
-    ``background=False`` leaves class 0 out. ``count`` is the number of classes averaged.
+    ``background=False`` leaves the statistics' background out. ``count`` is the number of classes averaged.
 
     Examples:
         >>> import torch
@@ -48,11 +48,11 @@ def dsc(
         >>> round(dsc(stats), 4), dsc(stats).count
         (0.6667, 2)
     """
-    return Measure.mean(dice_per_class(stats, region=region, absent=absent)[0 if background else 1 :])
+    return _mean(stats, dice_per_class(stats, region=region, absent=absent), background)
 
 
 def volume_dice(stats: VoxelStatistics, *, region: Region = EVERYTHING, absent: Absent = "nan") -> Measure:
-    """Volume Dice, ``dsc`` over the classes but the background, class 0 (Ding et al. 2021, F.10).
+    """Volume Dice, ``dsc`` over the classes but the statistics' background (Ding et al. 2021, F.10).
 
     Examples:
         >>> import torch
@@ -67,7 +67,7 @@ def miou(
 ) -> Measure:
     """Mean over classes of the intersection over union, ``TP / (TP + FP + FN)`` (Jaccard 1901).
 
-    ``background=False`` leaves class 0 out. ``count`` is the number of classes averaged.
+    ``background=False`` leaves the statistics' background out. ``count`` is the number of classes averaged.
 
     Examples:
         >>> import torch
@@ -75,7 +75,7 @@ def miou(
         0.5
     """
     hits, either = _overlap(stats, region)
-    return Measure.mean(_ratio(hits, either, absent)[0 if background else 1 :])
+    return _mean(stats, _ratio(hits, either, absent), background)
 
 
 def accuracy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -112,6 +112,11 @@ def flip(
         raise InputError(f"kind is {kind!r}", expected=f"one of {', '.join(_FLIPS)}")
     compared, *changed = (int(value) for value in stats.total(region).flips)
     return Measure.ratio(sum(changed) if kind == "all" else changed[_FLIPS.index(kind) - 1], compared)
+
+
+def _mean(stats: VoxelStatistics, values: NDArray[np.float64], background: bool) -> Measure:
+    """The mean over classes ``(C,)``."""
+    return Measure.mean(values if background or stats.background is None else np.delete(values, stats.background))
 
 
 def _overlap(stats: VoxelStatistics, region: Region) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -201,7 +201,17 @@ def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent:
     return distances._reduce(share, missed=0.0, absent=1.0 if absent == "one" else math.nan)
 
 
-def class_mean(values: Tensor) -> Measure:
+def foreground(values: Tensor, background: int | None = 0) -> Tensor:
+    """The ``(N, C)`` values without those of the background, where there is one.
+
+    Examples:
+        >>> foreground(torch.tensor([[1, 2, 3]]), 1)
+        tensor([[1, 3]])
+    """
+    return values[:, [k for k in range(values.shape[1]) if k != background]]
+
+
+def class_mean(values: Tensor, background: int | None = 0) -> Measure:
     """The mean over images and classes but the background, of the ``(N, C)`` values that are defined.
 
     Examples:
@@ -209,7 +219,7 @@ def class_mean(values: Tensor) -> Measure:
         >>> class_mean(values), class_mean(values).count
         (1.5, 2)
     """
-    return Measure.mean(values[:, 1:].flatten().tolist())
+    return Measure.mean(foreground(values, background).flatten().tolist())
 
 
 def _surface(segmentation: Tensor, valid: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Dataset:
     scans: Mapping[str, Scan]
     classes: int
     ignore_index: int
+    background: int | None
     class_names: tuple[str, ...] | None
     groups: str | None
     splits: Mapping[str, tuple[str, ...]]
@@ -208,7 +209,15 @@ def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
         raise ConfigError(f"{len(declared.class_names)} class_names", where=str(file), expected=f"{classes}")
     assert declared.ignore_index is not None
     scans = {files.id: _open_scan(files, declared, classes) for files in _find(root, declared)}
-    return Dataset(scans, classes, declared.ignore_index, declared.class_names, declared.groups, declared.splits)
+    return Dataset(
+        scans,
+        classes,
+        declared.ignore_index,
+        declared.background_class(classes),
+        declared.class_names,
+        declared.groups,
+        declared.splits,
+    )
 
 
 def _find(root: Path, declared: DatasetConfig) -> Iterator[CaseFiles]:

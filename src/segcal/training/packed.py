@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from segcal.cases.config import CONFIG_NAME
+from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.formats import create_array
 from segcal.cases.splits import by_group
 from segcal.errors import DataError, InputError, OutputError
@@ -33,10 +33,11 @@ class Known:
 
     class_names: tuple[str, ...]
     ignore_index: int = 255
+    background: int | None = 0
 
 
 #: By the name of the file.
-KNOWN = {"acdc": Known(_CARDIAC), "camvid": Known(_STREET, ignore_index=11)}
+KNOWN = {"acdc": Known(_CARDIAC), "camvid": Known(_STREET, ignore_index=11, background=None)}
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def convert(
     known = KNOWN.get(packed.stem)
     names = tuple(class_names) if class_names is not None else known.class_names if known else None
     ignored = ignore_index if ignore_index is not None else known.ignore_index if known else 255
+    background = known.background if known and class_names is None else 0
     if folder.is_dir() and any(folder.iterdir()):
         raise OutputError("is not empty", where=str(folder), fix="choose another folder")
     arrays = _open(packed)
@@ -132,7 +134,7 @@ def convert(
                 sink.write((slice(None),) * array.ndim, array)
     classes = len(names) if names is not None else highest + 1
     with atomic_path(folder / CONFIG_NAME) as temporary:
-        temporary.write_text(_describe(parts, classes, names, ignored, groups if volumes else None))
+        temporary.write_text(_describe(parts, classes, names, ignored, background, groups if volumes else None))
     count = len(by_group(sorted(chosen), groups)) if volumes else len(kept)
     return ConvertReport(len(kept), count, classes, {part: len(names) for part, names in parts.items()})
 
@@ -211,10 +213,15 @@ def _draw(names: Sequence[str], count: int | None, seed: int) -> list[str]:
 
 
 def _describe(
-    parts: Mapping[str, Sequence[str]], classes: int, names: Sequence[str] | None, ignored: int, groups: str | None
+    parts: Mapping[str, Sequence[str]],
+    classes: int,
+    names: Sequence[str] | None,
+    ignored: int,
+    background: int | None,
+    groups: str | None,
 ) -> str:
     """The ``segcal.toml``. Training scans are those that no list names. JSON's texts and lists are TOML's too."""
-    lines = ["# Written by segcal.", f"classes = {classes}", f"ignore_index = {ignored}"]
+    lines = ["# Written by segcal.", f"classes = {classes}", f"ignore_index = {ignored}", background_line(background)]
     if names is not None:
         lines.append(f"class_names = {json.dumps(list(names))}")
     if groups is not None:

@@ -104,6 +104,7 @@ def write_logits(
         [CaseRef(name, partial(_open, network, dataset, name, dims, batch)) for name in names],
         num_classes=dataset.classes,
         ignore_index=dataset.ignore_index,
+        background=dataset.background,
         class_names=dataset.class_names,
         groups=dataset.groups,
     )
