@@ -114,9 +114,7 @@ def test_the_command_says_what_was_left_out(run, tmp_path):
     root = plain(tmp_path)
     (root / "segcal.toml").write_text('background = 2\nclass_names = ["a", "b", "[sky]", "d"]\n')
     text = run("evaluate", root, "--preset", "crac")[1]
-    assert (
-        "without the background, class 2 ([sky]): dsc[absent=one,background=False], hd95, ece" in text
-    )
+    assert "without the background, class 2 ([sky]): dsc[absent=one,background=False], hd95, ece" in text
     assert "without the background" not in run("evaluate", root, "--metrics", "nll,dsc")[1]
     document = json.loads(run("evaluate", root, "--preset", "nacl", "--json")[1])
     assert document["about"]["background"] == 2

@@ -37,11 +37,15 @@ class Column:
         """The metric with its options, as users write it and rows say it.
 
         Examples:
-            >>> Column("ece", options={"num_bins": 50}).id
-            'ece[num_bins=50]'
+            >>> Column("ece", options={"num_bins": 50}).id, Column("hd95", options={"absent": 30.0}).id
+            ('ece[num_bins=50]', 'hd95[absent=30]')
         """
-        options = ",".join(f"{name}={value}" for name, value in sorted(self.options.items()))
+        options = ",".join(f"{name}={_spelled(value)}" for name, value in sorted(self.options.items()))
         return f"{self.metric}[{options}]" if options else self.metric
+
+
+def _spelled(value: object) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 @dataclass(frozen=True)
