@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +15,20 @@ from torch import Tensor
 
 from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found
-from segcal.cases.open import find_cases, missing_labels
+from segcal.cases.missing import missing_notes
+from segcal.cases.open import find_cases, missing_labels, wrong_names
 from segcal.cases.splits import in_no_part
 from segcal.errors import DataError, SegcalError
 from segcal.metrics import Measure, accuracy, entropy, nll
+from segcal.results import plain
 from segcal.statistics import VoxelStatistics
+from segcal.threads import torch_threads
 from segcal.types import row_slices
 
 T = TypeVar("T")
+
+# Voxels along each axis by which labels and prediction are compared with their transposes.
+_AGREEMENT_SIZE = 64
 
 
 @dataclass
@@ -47,6 +54,9 @@ class CheckReport:
     voxels: int = 0
     ignored: int = 0
     masked: int = 0
+    blank: int = 0
+    """Valid voxels of which every logit is exactly 0."""
+    like_probabilities: bool = True
     problems: list[SegcalError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -75,14 +85,14 @@ class CheckReport:
         return self.mean(lambda stats: Measure.ratio(stats.total().top_confidence.sum(), stats.count()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in plain JSON types."""
+        """Everything in plain JSON types; null stands for NaN, texts for infinities."""
         glance = {
             "accuracy": self.mean(accuracy),
             "confidence": self.confidence,
             "nll": self.mean(nll),
             "entropy": self.mean(entropy),
         }
-        return {
+        content = {
             "root": self.root,
             "layout": self.layout,
             "kind": self.kind,
@@ -104,10 +114,11 @@ class CheckReport:
             "ignored": self.ignored,
             "masked": self.masked,
             "valid": self.valid,
-            **{name: value if math.isfinite(value) else None for name, value in glance.items()},
+            **glance,
             "problems": [str(problem) for problem in self.problems],
             "notes": self.notes,
         }
+        return dict(plain(content))
 
 
 def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:
@@ -129,10 +140,15 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
         cases=len(found.cases),
         multilabel=bool(config.multilabel),
         problems=found.problems + missing_labels(found),
+        notes=found.notes + missing_notes(found.cases),
     )
-    for files in found.cases:
-        progress(files.id)
-        _check_case(files, found, report)
+    with torch_threads(1):  # Each operation is short.
+        for files in found.cases:
+            progress(files.id)
+            _check_case(files, found, report)
+    if report.channels and (problem := wrong_names(replace(config, classes=report.channels))):
+        report.problems.append(problem)
+        report.class_names = None
     _add_notes(report)
     if report.channels:
         try:
@@ -146,40 +162,44 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
 
 
 def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
-    try:
-        source = DiskCase(files, replace(found.config, classes=report.channels or found.config.classes))
-    except SegcalError as error:
-        report.problems.append(error)
+    failed: set[str] = set()
+
+    def attempt(name: str, read: Callable[[], T]) -> T | None:
+        """Read, noting the first problem of each kind of file; whatever goes wrong is a problem of this case only."""
+        if name in failed:
+            return None
+        try:
+            return read()
+        except SegcalError as error:
+            problem = error
+        except Exception as error:
+            problem = DataError(f"cannot be read ({type(error).__name__}: {error})", case=files.id, where=name)
+        failed.add(name)
+        report.problems.append(problem)
+        return None
+
+    config = replace(found.config, classes=report.channels or found.config.classes)
+    source = attempt("files", lambda: DiskCase(files, config))
+    if source is None:
         return
     stored = source.members[0]
     report.channels = report.channels or stored.shape[0]
     report.shapes[source.spatial] += 1
     report.dtypes[str(stored.file.dtype)] += 1
-    report.formats[source.suffix] += 1
+    report.formats[source.suffix.lower()] += 1
     report.spacings[source.spacing] += 1
     report.statistics = report.statistics or VoxelStatistics(source.num_classes, (), classwise=False)
-    failed: set[str] = set()
-
-    def attempt(read: Callable[[slice], T], rows: slice) -> T | None:
-        """Read, noting the first problem of each kind of file."""
-        name = read.__name__
-        if name in failed or (name == "labels" and files.label is None):
-            return None
-        try:
-            return read(rows)
-        except SegcalError as error:
-            failed.add(name)
-            report.problems.append(error)
-            return None
-
     agreement = _Agreement(source)
     for rows in row_slices((source.batch, source.num_classes, *source.spatial)):
-        logits, labels = attempt(source.logits, rows), attempt(source.labels, rows)
-        mask = attempt(source.mask, rows)
-        image = attempt(source.image, rows)
+        logits = attempt("logits", partial(source.logits, rows))
+        labels = attempt("labels", partial(source.labels, rows)) if files.label else None
+        mask = attempt("mask", partial(source.mask, rows))
+        image = attempt("image", partial(source.image, rows))
         if image is not None and not bool(torch.isfinite(image).all()):
             failed.add("image")
             report.problems.append(DataError("NaN or infinite values", case=source.id, where="image"))
+        if logits is not None and rows.start == 0:
+            report.like_probabilities &= _sums_to_one(logits)
         if logits is not None and labels is not None:
             _add_voxels(report, logits, labels, mask)
             agreement.add(rows, logits, labels)
@@ -194,26 +214,41 @@ def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tenso
     report.ignored += int(ignored.sum())
     report.masked += 0 if mask is None else int((~mask & ~ignored).sum())
     report.statistics.update(logits, labels, ignore_index=report.ignore_index, mask=mask)
-    if report.kind == "logits" and not report.multilabel and not report.notes:
-        sums_to_one = bool((logits.min() >= 0) & ((logits.sum(1) - 1).abs().max() < 1e-3))
-        if sums_to_one:
-            report.notes.append(
-                "declared as logits, but all values are in [0, 1] and sum to 1: these look like probabilities (probs/)"
-            )
+    if report.kind == "logits":
+        blank = (logits[:, 0] == 0) & (logits[:, 1] == 0) & ~ignored
+        blank = blank if mask is None else blank & mask
+        if bool(blank.any()):
+            report.blank += int((blank & (logits == 0).all(1)).sum())
+
+
+def _sums_to_one(logits: Tensor) -> bool:
+    """Whether some rows of what was declared as logits look like probabilities."""
+    some = logits[:, :, :: max(1, logits.shape[2] // 8)]
+    return bool((some.min() >= 0) & ((some.sum(1) - 1).abs().max() < 1e-3))
 
 
 class _Agreement:
-    """Whether labels fit the prediction better transposed: a shape that reads the same backwards cannot tell."""
+    """Whether labels fit the prediction better transposed: a shape that reads the same backwards cannot tell.
+
+    Every ``step``-th voxel along every axis is looked at, which is a grid that transposes onto itself.
+    """
 
     def __init__(self, source: DiskCase) -> None:
         self.id = source.id
         symmetric = source.spatial == source.spatial[::-1] and len(source.spatial) > 1
-        self.maps = [torch.zeros(source.spatial, dtype=torch.int16) for _ in range(2)] if symmetric else None
+        self.step = max(1, min(source.spatial) // _AGREEMENT_SIZE)
+        shape = [-(-size // self.step) for size in source.spatial]
+        self.maps = [torch.zeros(shape, dtype=torch.int16) for _ in range(2)] if symmetric else None
 
     def add(self, rows: slice, logits: Tensor, labels: Tensor) -> None:
         if self.maps:
-            for whole, part in zip(self.maps, (logits[:1].argmax(1), labels), strict=True):
-                whole[rows] = part[0].to(torch.int16)
+            first = -(-rows.start // self.step)
+            grid = (slice(first * self.step - rows.start, None, self.step),)
+            grid += (slice(None, None, self.step),) * (labels.ndim - 2)
+            everything: tuple[slice, ...] = (slice(None),)
+            taken = logits[0][everything + grid].argmax(0), labels[0][grid]
+            for whole, part in zip(self.maps, taken, strict=True):
+                whole[first : first + len(part)] = part.to(torch.int16)
 
     def note(self) -> str | None:
         if not self.maps:
@@ -229,6 +264,15 @@ class _Agreement:
 
 
 def _add_notes(report: CheckReport) -> None:
+    if report.kind == "logits" and not report.multilabel and report.shapes and report.like_probabilities:
+        report.notes.append(
+            "declared as logits, but the values are in [0, 1] and sum to 1: these look like probabilities (probs/)"
+        )
+    if report.blank:
+        report.notes.append(
+            f"every logit is exactly 0 at {report.blank:,} valid voxels: padding that should be masked, or a file that "
+            "was not written to its end?"
+        )
     if report.valid and not report.multilabel:
         absent = [_name(report, k) for k, count in enumerate(report.label_counts) if count == 0]
         if absent:

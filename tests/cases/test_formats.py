@@ -1,3 +1,6 @@
+import struct
+import zlib
+
 import numpy as np
 import pytest
 
@@ -51,19 +54,57 @@ def test_interleaved_tif_and_lzw_tif_are_read(tmp_path):
     colours = np.random.default_rng(3).integers(0, 256, (9, 7, 3)).astype(np.uint8)
     tifffile.imwrite(tmp_path / "rgb.tif", colours, photometric="rgb")
     np.testing.assert_array_equal(open_array(tmp_path / "rgb.tif").read(), np.moveaxis(colours, -1, 0))
-    Image.fromarray(colours[..., 0]).save(tmp_path / "lzw.tif", compression="tiff_lzw")
+    pages = [Image.fromarray(colours[..., k]) for k in range(3)]
+    pages[0].save(tmp_path / "lzw.tif", compression="tiff_lzw")
     np.testing.assert_array_equal(open_array(tmp_path / "lzw.tif").read(), colours[..., 0])
+    pages[0].save(tmp_path / "pages.tif", compression="tiff_lzw", save_all=True, append_images=pages[1:])
+    np.testing.assert_array_equal(open_array(tmp_path / "pages.tif").read(), np.moveaxis(colours, -1, 0))
 
 
-def test_palette_png_gives_indices(tmp_path):
+def png(rows, depth, colour):
+    """A PNG made by hand from the format's specification: samples packed high bits first, no filter."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    packed = b""
+    for row in rows:
+        bits = "".join(f"{value:0{depth}b}" for value in row)
+        bits += "0" * (-len(bits) % 8)
+        packed += b"\0" + bytes(int(bits[k : k + 8], 2) for k in range(0, len(bits), 8))
+    header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), depth, colour, 0, 0, 0)
+    palette = chunk(b"PLTE", bytes(3 * 2**depth)) if colour == 3 else b""
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + palette
+        + chunk(b"IDAT", zlib.compress(packed))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(("depth", "colour"), [(d, 0) for d in (1, 2, 4, 8, 16)] + [(d, 3) for d in (1, 2, 4, 8)])
+def test_png_of_any_depth_gives_the_stored_values(tmp_path, depth, colour):
+    values = np.random.default_rng(4).integers(0, 2**depth, (9, 7))
+    values[0, :2] = 0, 2**depth - 1
+    (tmp_path / "a.png").write_bytes(png(values.tolist(), depth, colour))
+    file = open_array(tmp_path / "a.png")
+    np.testing.assert_array_equal(file.read(), values)
+    assert file.read().dtype == file.dtype
+
+
+def test_16_bit_colours_are_refused_because_pillow_would_round_them(tmp_path):
+    (tmp_path / "a.png").write_bytes(png([[1, 2, 3] * 4] * 5, 16, 2))
+    with pytest.raises(DataError, match="16-bit colours"):
+        open_array(tmp_path / "a.png")
+
+
+def test_large_pngs_are_no_bombs(tmp_path, monkeypatch):
     from PIL import Image
 
-    indices = np.random.default_rng(4).integers(0, 5, (9, 7)).astype(np.uint8)
-    image = Image.fromarray(indices, mode=None).convert("P")
-    image.putdata(indices.ravel().tolist())
-    image.putpalette([200, 10, 10] * 256)
-    image.save(tmp_path / "a.png")
-    np.testing.assert_array_equal(open_array(tmp_path / "a.png").read(), indices)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Stands for an image beyond Pillow's 179 million pixels.
+    Image.new("1", (40, 30)).save(tmp_path / "a.png")
+    assert open_array(tmp_path / "a.png").read().shape == (30, 40)
 
 
 @pytest.mark.parametrize("format", [*SCORE_FORMATS, "png"])
@@ -74,16 +115,8 @@ def test_truncated_files_are_named(tmp_path, format):
     victim = next(item for item in path.rglob("c/**/*") if item.is_file()) if format == "zarr" else path
     data = victim.read_bytes()
     victim.write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=rf"a\.{format}.*cannot be read"):
+    with pytest.raises(DataError, match=rf"a\.{format}.*(cannot be read|is damaged)"):
         open_array(path).read()
-
-
-def test_missing_zarr_chunk_is_seen(tmp_path):
-    path = tmp_path / "a.zarr"
-    write(path, np.ones((4, 8, 8), np.float32))
-    next(item for item in path.rglob("*") if item.name == "0" and item.is_file()).unlink()
-    with pytest.raises(DataError, match="1 of 1 chunks are missing"):
-        open_array(path).require_complete()
 
 
 def test_objects_and_pickles_are_refused_and_never_run(tmp_path):

@@ -63,6 +63,8 @@ class CaseSet(Sequence[Case]):
     """How many ensemble members the logits are pooled from; None for a single model."""
     folders: tuple[Path, ...] = ()
     """The folders that the cases are read from, where nothing may be written."""
+    notes: tuple[str, ...] = ()
+    """What whoever opened the files should know: some belong to no case, some chunks are not stored."""
 
     def __post_init__(self) -> None:
         if self.splits:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ else:
     import tomli as tomllib
 
 CONFIG_NAME = "segcal.toml"
+SPACING_RANGE = "positive numbers, 1e-12 to 1e12"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "exterior": ("mask", "keep"),
     "axes": ("zyx", "xyz"),
 }
-_TYPES: dict[str, type] = {"classes": int, "ignore_index": int, "multilabel": bool}
 _TEXTS = ("scores", "labels", "images", "masks", "posteriors", "key", "groups")
 
 
@@ -113,8 +114,8 @@ def load_config(path: Path) -> DatasetConfig:
     try:
         with path.open("rb") as file:
             raw = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: wrong TOML, or bytes that are not UTF-8
+        raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file in UTF-8") from None
     try:
         return parse_config(raw)
     except ConfigError as error:
@@ -138,24 +139,31 @@ def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:
 def _parse(name: str, value: Any) -> Any:
     if name in _CHOICES:
         return _require(name, value, value in _CHOICES[name], " or ".join(map(repr, _CHOICES[name])))
-    if name in _TYPES:
-        exact = isinstance(value, _TYPES[name]) and (_TYPES[name] is bool or not isinstance(value, bool))
-        return _require(name, value, exact, {int: "a whole number", bool: "true or false"}[_TYPES[name]])
+    if name == "multilabel":
+        return _require(name, value, isinstance(value, bool), "true or false")
+    if name == "classes":
+        return _require(name, value, _is_int(value) and value > 0, "a whole number above 0")
+    if name == "ignore_index":
+        return _require(name, value, _is_int(value), "a whole number that fits 64 bits")
     if name in _TEXTS:
-        return _require(name, value, isinstance(value, str), "a text")
+        text = _require(name, value, isinstance(value, str), "a text")
+        return _pattern(text) if name == "groups" else text
     if name == "background":
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return _require(name, value, value == "none" or whole, "the number of a class, or 'none'")
+        return _require(name, value, value == "none" or _is_int(value), "the number of a class, or 'none'")
     if name == "class_names":
-        return tuple(_require(name, value, _is_list(value, str), "a list of texts"))
+        names = tuple(_require(name, value, _is_list(value, lambda item: isinstance(item, str)), "a list of texts"))
+        return _require(name, names, len(set(names)) == len(names), "different names")
     if name == "spacing" and not isinstance(value, Mapping):
         return _spacing(name, value)
     table = _require(name, value, isinstance(value, Mapping), "a table")
     if name == "spacing":
         return {case: _spacing(f"spacing.{case}", item) for case, item in table.items()}
     if name == "regions":
+        _require("[regions]", dict(table), bool(table), "a list of labels for every channel")
         return {
-            region: tuple(_require(f"regions.{region}", item, _is_list(item, int), "a list of labels"))
+            region: tuple(
+                _require(f"regions.{region}", item, _is_list(item, _is_int) and len(item) > 0, "a list of labels")
+            )
             for region, item in table.items()
         }
     parts = ("calibration", "validation", "test")
@@ -164,7 +172,7 @@ def _parse(name: str, value: Any) -> Any:
             _require(
                 f"splits.{part}",
                 item,
-                part in parts and _is_list(item, str),
+                part in parts and _is_list(item, lambda name: isinstance(name, str)),
                 f"{', '.join(parts)}: lists of case names",
             )
         )
@@ -172,13 +180,31 @@ def _parse(name: str, value: Any) -> Any:
     }
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"groups = {text!r} ({error})", expected="a regular expression") from None
+    return text
+
+
+def is_spacing(value: float) -> bool:
+    """Whether this can be the size of a voxel; beyond these bounds squared distances leave the range of numbers."""
+    return 1e-12 <= value <= 1e12
+
+
 def _spacing(name: str, value: Any) -> tuple[float, ...]:
-    good = _is_list(value, (int, float)) and all(item > 0 for item in value)
-    return tuple(float(item) for item in _require(name, value, good, "a list of positive numbers, one per axis"))
+    good = _is_list(value, lambda item: isinstance(item, int | float) and is_spacing(item))
+    return tuple(float(item) for item in _require(name, value, good, f"a list of {SPACING_RANGE}, one per axis"))
 
 
-def _is_list(value: Any, item: type | tuple[type, ...]) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(v, item) for v in value)
+def _is_int(value: Any) -> bool:
+    """Whether this is a whole number that a label can be."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_list(value: Any, good: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(good, value))
 
 
 def _require(name: str, value: Any, good: bool, expected: str) -> Any:

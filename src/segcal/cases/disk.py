@@ -3,60 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.cases.config import DatasetConfig
-from segcal.cases.formats import Array, ArrayFile, Geometry, open_array, split_suffix
+from segcal.cases.config import SPACING_RANGE, DatasetConfig, is_spacing
+from segcal.cases.formats import Array, Geometry, open_array, split_suffix, suffix_of
 from segcal.cases.layout import CaseFiles
+from segcal.cases.missing import check_scores, check_sums, check_values
 from segcal.cases.nnunet import connected_to_border
-from segcal.errors import DataError, SegcalError
+from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS, SCORE_KEYS, Oriented, orient
+from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.scores import Pool, canonical_logits, pool
 from segcal.types import Kind, row_slices
 
-_SCORE_KEYS = ("probabilities", "logits", "probs", "softmax", "scores")
-_LABEL_KEYS = ("labels", "label", "segmentation", "seg", "mask")
-_OWN_GEOMETRY = (".nii", ".nii.gz", ".png")
 # Scores pooled at once: 4 MB as float64, which stays in cache between the steps.
 _POOL_VALUES = 2**19
-
-
-@dataclass(frozen=True)
-class Oriented:
-    """An array file seen as ``(channels..., *spatial)`` in canonical order, whatever the order in the file."""
-
-    file: ArrayFile
-    leading: int
-    reverse: bool = False
-    squeeze: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape as seen from here."""
-        lead, spatial = self.file.shape[: self.leading], self.file.shape[self.leading + self.squeeze :]
-        return (*lead, *(spatial[::-1] if self.reverse else spatial))
-
-    @property
-    def rows_per_chunk(self) -> int:
-        """How many rows are stored together; 1 where rows can be read one by one."""
-        chunk = self.file.chunk
-        return chunk[-1 if self.reverse else self.leading + self.squeeze] if chunk else 1
-
-    def read(self, rows: slice, channels: slice = slice(None)) -> Array:
-        """Some rows, of all channels or some."""
-        spatial = [slice(None)] * (len(self.file.shape) - self.leading)
-        spatial[-1 if self.reverse else int(self.squeeze)] = rows
-        array = self.file.read((*(channels,) * self.leading, *spatial))
-        if self.squeeze:
-            array = array.squeeze(self.leading)
-        return (
-            array.transpose(*range(self.leading), *reversed(range(self.leading, array.ndim))) if self.reverse else array
-        )
 
 
 class DiskCase:
@@ -73,24 +40,20 @@ class DiskCase:
         self.kind, self.ignore_index, self.multilabel = config.kind, config.ignore_index, bool(config.multilabel)
         self.pooling: Kind = config.pooling or config.kind
         self.num_members = len(files.members) if len(files.members) > 1 or whole is not None else None
-        try:
-            self._label = open_array(files.label, usual=_LABEL_KEYS) if files.label else None
+        self._partial: set[Path] = set()  # members of which chunks are missing
+        self._extras: dict[Path, Oriented] = {}
+        with self._naming():
+            self._label = self._open_extra(files.label, LABEL_KEYS) if files.label else None
             self.members = [self._orient_scores(path) for path in files.members]
             self._check_shapes()
             self.spacing = self._geometry()
-        except SegcalError as error:
-            raise error.at(case=self.id) from None
 
     # -- what is known from the headers ---------------------------------------------------------------------------
 
-    def _orient(self, path: Path, leading: int, usual: tuple[str, ...] = (), key: str | None = None) -> Oriented:
-        file = open_array(path, key=key, usual=usual)
-        return Oriented(file, leading, reverse=self.config.axes == "xyz" and not path.name.endswith(_OWN_GEOMETRY))
-
     def _orient_scores(self, path: Path) -> Oriented:
-        scores = self._orient(path, 1, _SCORE_KEYS, self.config.key)
+        scores = orient(path, 1, axes=self.config.axes, usual=SCORE_KEYS, key=self.config.key)
         file = scores.file
-        if path.suffix == ".png":
+        if suffix_of(path) == ".png":
             raise DataError("PNG cannot hold scores", where=str(path), expected="npy, npz, nii.gz, tif, zarr or h5")
         if self.kind == "logits" and file.key in ("probabilities", "probs", "softmax"):
             raise DataError(
@@ -99,12 +62,13 @@ class DiskCase:
                 expected="one kind",
                 fix="put probabilities into probs/ or declare kind = 'probs'",
             )
-        file.require_complete()
+        if check_scores(file, sums_to_one=self.kind == "probs" and not self.multilabel):
+            self._partial.add(path)
         # A 2D case of nnU-Net is (C, 1, H, W), a NIfTI vector image (C, 1, z, y, x): the singleton is no spatial axis.
         if self._label is not None:
             flat = len(file.shape) - len(self._label.shape) == 2
         else:
-            flat = self.files.prediction is not None and self.files.prediction.suffix == ".png"
+            flat = self.files.prediction is not None and suffix_of(self.files.prediction) == ".png"
         return Oriented(file, 1, scores.reverse, squeeze=flat and len(file.shape) > 3 and file.shape[1] == 1)
 
     def _check_shapes(self) -> None:
@@ -119,13 +83,19 @@ class DiskCase:
                     where=str(member.file.path),
                     expected=f"{first.shape} as {first.file.path} has",
                 )
+        if self.config.regions and len(self.config.regions) != channels:
+            raise ConfigError(
+                f"{len(self.config.regions)} [regions]",
+                where=str(first.file.path),
+                expected=f"{channels}, one per channel of the scores",
+            )
         self.batch, self.num_classes = (channels, 2) if self.multilabel else (1, channels)
         self.spatial = tuple(spatial)
         if self._label is not None:
             assert self.files.label is not None
             # Multi-label truth has a channel axis, unless regions say how to make channels from an integer map.
             leading = int(self.multilabel and not self.config.regions and len(self._label.shape) == len(first.shape))
-            self._labels = self._orient(self.files.label, leading, _LABEL_KEYS)
+            self._labels = replace(self._label, leading=leading)
             if self._labels.shape[leading:] != self.spatial:
                 raise self._mismatch(self._labels.shape[leading:], first)
             if leading and self._labels.shape[0] != channels:
@@ -162,7 +132,7 @@ class DiskCase:
         """The spacing, after comparing the geometry of all files that have one."""
         known: list[tuple[Path, Geometry]] = []
         for path in (self.files.label, *self.files.members, self.files.prediction, self.files.mask, *self.files.images):
-            if path is None or not path.name.endswith((".nii", ".nii.gz")):
+            if path is None or suffix_of(path) not in (".nii", ".nii.gz"):
                 continue
             geometry = open_array(path).geometry
             assert geometry is not None
@@ -180,11 +150,20 @@ class DiskCase:
             spacing = spacing.get(self.id)
         if spacing is None and known:
             spacing = known[0][1].zooms[: len(self.spatial)][::-1]
-        if spacing is not None and len(spacing) != len(self.spatial):
+        if spacing is None:
+            return None
+        if len(spacing) != len(self.spatial):
             raise DataError(
                 f"spacing {spacing}", expected=f"one number for each of the {len(self.spatial)} spatial axes"
             )
-        return None if spacing is None else tuple(spacing)
+        if not all(map(is_spacing, spacing)):
+            raise DataError(
+                f"spacing {spacing}",
+                where=str(known[0][0]),
+                expected=SPACING_RANGE,
+                fix="mend the header, or say what is right with spacing = [...] in segcal.toml",
+            )
+        return tuple(spacing)
 
     # -- what is read -------------------------------------------------------------------------------------------------
 
@@ -224,7 +203,7 @@ class DiskCase:
 
     def _read(self, member: Oriented, rows: slice, part: slice) -> Tensor:
         """Canonical logits of one member in a part of the rows."""
-        try:
+        with self._naming(member.file.path):
             first = rows.start + part.start
             here = slice(first, rows.start + part.stop)
             apart = member.file.sliceable and (member.file.chunk is None or member.file.chunk[0] == 1)
@@ -236,6 +215,8 @@ class DiskCase:
                     target.copy_(source[0])
                 return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first)
             scores = torch.from_numpy(member.read(here))[None]
+            if member.file.path in self._partial:
+                check_sums(scores, member.file)
             logits = canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
             # Float32 scores are the file's own memory still, which must not outlive it.
             return (
@@ -243,8 +224,6 @@ class DiskCase:
                 if logits.data_ptr() == scores.data_ptr()
                 else logits
             )
-        except SegcalError as error:
-            raise error.at(case=self.id, where=str(member.file.path)) from None
 
     def _forget(self, member: Oriented) -> None:
         """Let go of a decoded file; the only member is kept, for the mask or the next rows."""
@@ -255,7 +234,7 @@ class DiskCase:
         """Labels of some rows, in range or ignored."""
         if self._label is None:
             raise DataError("has no label", case=self.id, expected=f"a file labels/{self.id}.*")
-        try:
+        with self._naming(self.files.label):
             labels = _whole_numbers(self._labels.read(rows))
             if self.config.regions:
                 regions = [np.isin(labels, region) for region in self.config.regions.values()]
@@ -263,8 +242,6 @@ class DiskCase:
                 labels = np.where(labels == self.ignore_index, self.ignore_index, np.stack(regions))
             else:
                 self._check_range(labels, self.num_classes, rows.start)
-        except SegcalError as error:
-            raise error.at(case=self.id, where=str(self.files.label)) from None
         return torch.from_numpy(np.ascontiguousarray(labels, dtype=np.int64)).reshape(self.batch, -1, *self.spatial[1:])
 
     def _check_range(self, labels: Array, count: int, first_row: int) -> None:
@@ -283,8 +260,7 @@ class DiskCase:
         """Valid voxels of some rows: the user's mask, without nnU-Net's padded exterior."""
         masks = []
         if self.files.mask is not None:
-            user = self._extra(self.files.mask, 0, ("mask",)).read(rows)
-            masks.append(user != 0)
+            masks.append(self._extra(self.files.mask, MASK_KEYS, rows, leading=0) != 0)
         if (outside := self.exterior(rows)) is not None:
             masks.append(~outside)
         if not masks:
@@ -317,28 +293,52 @@ class DiskCase:
             return None
         channels = []
         for path in self.files.images:
-            extra = len(open_array(path).shape) - len(self.spatial)
-            array = self._extra(path, min(extra, 1), ("image",)).read(rows)
-            channels.append(array if extra else array[None])
+            array = self._extra(path, IMAGE_KEYS, rows)
+            channels.append(array if array.ndim > len(self.spatial) else array[None])
         return torch.from_numpy(np.ascontiguousarray(np.concatenate(channels), dtype=np.float32))[None]
 
     def posterior(self, rows: slice) -> Tensor | None:
         """The true posterior of a scene."""
         if self.files.posterior is None:
             return None
-        array = self._extra(self.files.posterior, 1, ("posterior",)).read(rows)
+        array = self._extra(self.files.posterior, ("posterior",), rows, leading=1)
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))[None]
 
-    def _extra(self, path: Path, leading: int, usual: tuple[str, ...]) -> Oriented:
-        array = self._orient(path, leading, usual)
-        if array.shape[leading:] != self.spatial:
-            raise DataError(
-                f"has spatial shape {array.shape[leading:]}",
-                case=self.id,
-                where=str(path),
-                expected=f"{self.spatial} as the scores have",
-            )
+    def _extra(self, path: Path, usual: tuple[str, ...], rows: slice, leading: int | None = None) -> Array:
+        """Some rows of a file beside the scores, with ``leading`` channel axes; by default one or none."""
+        with self._naming(path):
+            if path not in self._extras:
+                array = self._open_extra(path, usual)
+                more = len(array.shape) - len(self.spatial)
+                array = replace(array, leading=min(max(more, 0), 1) if leading is None else leading)
+                if array.shape[array.leading :] != self.spatial:
+                    raise DataError(
+                        f"has spatial shape {array.shape[array.leading :]}",
+                        expected=f"{self.spatial} as the scores have",
+                    )
+                self._extras[path] = array
+            part = self._extras[path].read(rows)
+            if rows.stop == self.spatial[0]:  # Rows are read in order: what was decoded has served.
+                self._extras[path].file.forget()
+            return part
+
+    def _open_extra(self, path: Path, usual: tuple[str, ...]) -> Oriented:
+        array = orient(path, 0, axes=self.config.axes, usual=usual)
+        check_values(array.file)
         return array
+
+    @contextmanager
+    def _naming(self, path: Path | None = None) -> Iterator[None]:
+        """Errors inside say which case they are about, and which file; a lack of memory is one, too."""
+        where = str(path) if path else None
+        try:
+            yield
+        except SegcalError as error:
+            raise error.at(case=self.id, where=where) from None
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's way to say it
+                raise
+            raise DataError("does not fit into memory", case=self.id, where=where) from error
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -359,4 +359,9 @@ def _whole_numbers(labels: Array) -> Array:
         whole = np.isfinite(labels) & (labels == np.round(labels))
         if not whole.all():
             raise DataError(f"value {labels[~whole].flat[0]}", expected="whole numbers", fix="save a label map")
+    # The few types that hold more than int64 does.
+    if labels.dtype.kind == "f" or labels.dtype == np.uint64:
+        beyond = np.abs(labels) >= 2**63
+        if beyond.any():
+            raise DataError(f"label {labels[beyond].flat[0]}", expected="labels below 2^63", fix="map the labels")
     return labels.astype(np.int64)

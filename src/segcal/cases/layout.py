@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from segcal.cases.config import DatasetConfig
-from segcal.cases.formats import split_suffix
+from segcal.cases.formats import split_suffix, suffix_of
 from segcal.errors import DataError, SegcalError
 from segcal.scores import KINDS
 
@@ -47,16 +48,17 @@ class Found:
     problems: list[SegcalError] = field(default_factory=list)
     folders: tuple[Path, ...] = ()
     """What is read: the folders of all files, and in the plain convention those that would be."""
+    notes: list[str] = field(default_factory=list)
+    """What is legal and easily overlooked: files that belong to no case, cases without a mask."""
 
 
 def find_plain(root: Path, config: DatasetConfig) -> Found:
     """Find the cases of a folder in the plain convention (``logits/`` or ``probs/``, ``labels/``, ...)."""
     problems: list[SegcalError] = []
+    notes: list[str] = []
     folder, config = _score_folder(root, config)
-    member_folders = sorted(
-        item for item in folder.iterdir() if item.is_dir() and not _hidden(item) and split_suffix(item.name) is None
-    )
-    loose = list_cases(folder, problems)
+    member_folders = [item for item in list_folder(folder, problems) if item.is_dir() and not suffix_of(item)]
+    loose = list_cases(folder, problems, None if member_folders else notes)
     if member_folders and loose:
         problems.append(
             DataError(
@@ -67,20 +69,46 @@ def find_plain(root: Path, config: DatasetConfig) -> Found:
         )
         member_folders = []
     cases = collect_members(
-        [list_cases(item, problems) for item in member_folders] or [loose], member_folders, problems
+        [list_cases(item, problems, notes) for item in member_folders] or [loose], member_folders, problems
     )
-    return attach(Found(config, cases, tuple(item.name for item in member_folders), problems), root)
+    return attach(Found(config, cases, tuple(item.name for item in member_folders), problems, notes=notes), root)
 
 
-def list_cases(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
+def list_folder(folder: Path, problems: list[SegcalError]) -> list[Path]:
+    """What is in a folder and not hidden, in order; names that cannot be printed are problems."""
+    try:
+        items = sorted(item for item in folder.iterdir() if not _hidden(item))
+    except OSError as error:
+        problems.append(DataError(f"cannot be listed ({error.strerror})", where=str(folder), expected="a folder"))
+        return []
+    named = [item for item in items if is_text(item.name)]
+    problems.extend(unreadable_name(item) for item in items if not is_text(item.name))
+    return named
+
+
+def is_text(name: str) -> bool:
+    """Whether a file name is UTF-8; Python stands in for bytes that are not with characters nothing can print."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def unreadable_name(path: Path) -> DataError:
+    """The refusal of a name that is not UTF-8."""
+    return DataError(f"the name {os.fsencode(path.name)!r} is not UTF-8", expected="a readable name", fix="rename it")
+
+
+def list_cases(folder: Path, problems: list[SegcalError], notes: list[str] | None = None) -> dict[str, Path]:
     """Case name to file, for the files of known formats; two files for one case and pickles are problems."""
     found: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if _hidden(path):
-            continue
+    unknown = []
+    for path in list_folder(folder, problems):
         parts = split_suffix(path.name)
         if parts is None:
-            if path.suffix in _PICKLES:
+            unknown.append(path.name)
+            if path.suffix.lower() in _PICKLES:
                 problems.append(
                     DataError(
                         f"{path.suffix} files are pickles, which segcal never loads",
@@ -101,7 +129,13 @@ def list_cases(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
             )
         else:
             found[parts[0]] = path
+    if unknown and notes is not None:
+        notes.append(f"{folder}: not read, because of no known format: {_some(unknown)}")
     return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def collect_members(
@@ -125,8 +159,9 @@ def collect_members(
 
 
 def attach(found: Found, root: Path) -> Found:
-    """Add labels, images, masks and posteriors to the cases, by name."""
+    """Add labels, images, masks and posteriors to the cases, by name; what belongs to no case is noted."""
     config, problems = found.config, found.problems
+    ids = {case.id for case in found.cases}
 
     def folder(declared: str | None, usual: str) -> dict[str, Path]:
         path = root / (declared or usual)
@@ -136,13 +171,31 @@ def attach(found: Found, root: Path) -> Found:
                     DataError("is not a folder", where=str(path), expected=f"the {usual} that were declared")
                 )
             return {}
-        return list_cases(path, problems)
+        files = list_cases(path, problems, found.notes)
+        # nnU-Net names the channels of an image case_0000, case_0001, ...
+        owners = {name: _owner(name, ids) if usual == "images" else name for name in files}
+        strays = [files[name].name for name, owner in owners.items() if owner not in ids]
+        lacking = sorted(ids - set(owners.values()))
+        if ids and len(lacking) == len(ids) and (usual == "masks" or (declared and usual == "images")):
+            problems.append(
+                DataError(
+                    f"none of its {len(files)} files belongs to a case" + (f": {_some(strays)}" if strays else ""),
+                    where=str(path),
+                    expected=f"files named as the scores are, {lacking[0]}.*",
+                    fix="rename the files, or remove the folder",
+                )
+            )
+        elif ids and strays:
+            found.notes.append(f"{path}: not read, because no scores have their name: {_some(strays)}")
+        if usual == "masks" and lacking and len(lacking) < len(ids):
+            found.notes.append(f"{path}: no mask, so every voxel counts, for {_some(lacking)}")
+        return files
 
     labels, images = folder(config.labels, "labels"), folder(config.images, "images")
     masks, posteriors = folder(config.masks, "masks"), folder(config.posteriors, "posteriors")
     channels: dict[str, list[Path]] = {}
-    for name, path in images.items():  # nnU-Net names the channels of an image case_0000, case_0001, ...
-        channels.setdefault(re.sub(r"_\d{4}$", "", name), []).append(path)
+    for name, path in images.items():
+        channels.setdefault(_owner(name, ids), []).append(path)
     cases = tuple(
         replace(
             case,
@@ -157,6 +210,11 @@ def attach(found: Found, root: Path) -> Found:
     return replace(
         found, cases=cases, folders=tuple(dict.fromkeys([*usual, *(p.parent for c in cases for p in c.paths)]))
     )
+
+
+def _owner(image: str, ids: set[str]) -> str:
+    """The case that an image file belongs to; ``scan_0001`` is a channel of ``scan`` unless it is a case itself."""
+    return image if image in ids else re.sub(r"_\d{4}$", "", image)
 
 
 def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfig]:
@@ -193,7 +251,7 @@ def _nothing_found(root: Path) -> DataError:
     entries = sorted(item.name + ("/" if item.is_dir() else "") for item in root.iterdir() if not _hidden(item))
     if not entries:
         return DataError("the folder is empty", where=str(root), expected="a dataset: logits/ or probs/, and labels/")
-    if any(name.endswith(".npz") or name.startswith("fold_") for name in entries):
+    if any(name.lower().endswith(".npz") or name.startswith("fold_") for name in entries):
         return DataError(
             "no logits/ or probs/ folder; it looks like an nnU-Net folder",
             where=str(root),

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 from scipy import ndimage
 
-from segcal.cases.config import DatasetConfig
-from segcal.cases.formats import Array
-from segcal.cases.layout import CaseFiles, Found, attach, collect_members, list_cases
+from segcal.cases.config import DatasetConfig, parse_config
+from segcal.cases.formats import Array, suffix_of
+from segcal.cases.layout import CaseFiles, Found, attach, collect_members, list_folder
 from segcal.errors import DataError, SegcalError
+
+# Formats of nnU-Net's own segmentations, the first of which is preferred.
+_SEGMENTATIONS = (".nii.gz", ".nii", ".png", ".tif")
 
 
 def find_nnunet(root: Path, config: DatasetConfig) -> Found:
@@ -27,10 +30,10 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
     base = root / (config.scores or ".")
     problems: list[SegcalError] = []
     folds = sorted(base.glob("fold_*/validation"))
-    models = sorted(item.parent for item in base.glob("*/*.npz") if not item.parent.name.startswith("."))
-    members = list(dict.fromkeys(models))
-    if any(base.glob("*.npz")):
-        cases, members = collect_members([_scores(base, problems)], [base], problems), []
+    here = _scores(base, problems)
+    members = [item for item in list_folder(base, []) if item.is_dir() and _scores(item, [])]
+    if here:
+        cases, members = collect_members([here], [base], problems), []
     elif folds:
         cases, members = _cross_validation(folds, problems), []
     else:
@@ -43,7 +46,8 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
             fix="predict with --save_probabilities (validation: nnUNetv2_train ... --val --npz)",
         )
     config = _with_description(base, members, replace(config, kind="probs"))
-    cases = tuple(replace(case, prediction=_prediction(case.members[0])) for case in cases)
+    segmentations: dict[Path, dict[str, Path]] = {}
+    cases = tuple(replace(case, prediction=_prediction(case.members[0], segmentations)) for case in cases)
     return attach(Found(config, cases, tuple(item.name for item in members), problems), root)
 
 
@@ -69,7 +73,8 @@ def connected_to_border(background: Array) -> Array:
 
 def _scores(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
     """The npz files of a folder; the segmentations of the same name beside them are not scores."""
-    return {path.stem: path for path in sorted(folder.glob("*.npz")) if not path.name.startswith(".")}
+    files = [path for path in list_folder(folder, problems) if suffix_of(path) == ".npz"]
+    return {path.stem: path for path in files}
 
 
 def _cross_validation(folds: list[Path], problems: list[SegcalError]) -> tuple[CaseFiles, ...]:
@@ -88,10 +93,14 @@ def _cross_validation(folds: list[Path], problems: list[SegcalError]) -> tuple[C
     return tuple(CaseFiles(name, (path,)) for name, path in sorted(found.items()))
 
 
-def _prediction(scores: Path) -> Path | None:
-    beside = list_cases(scores.parent, [])
-    candidates = (scores.with_name(scores.stem + suffix) for suffix in (".nii.gz", ".nii", ".png", ".tif"))
-    return next((path for path in candidates if beside and path.is_file()), None)
+def _prediction(scores: Path, segmentations: dict[Path, dict[str, Path]]) -> Path | None:
+    """The segmentation beside a score file; ``segmentations`` remembers the folders that were listed already."""
+    folder = scores.parent
+    if folder not in segmentations:
+        files = [path for path in list_folder(folder, []) if suffix_of(path) in _SEGMENTATIONS]
+        files.sort(key=lambda path: _SEGMENTATIONS.index(suffix_of(path)), reverse=True)
+        segmentations[folder] = {path.name[: -len(suffix_of(path))]: path for path in files}
+    return segmentations[folder].get(scores.stem)
 
 
 def _with_description(base: Path, members: list[Path], config: DatasetConfig) -> DatasetConfig:
@@ -103,19 +112,21 @@ def _with_description(base: Path, members: list[Path], config: DatasetConfig) ->
     if path is None:
         return config
     try:
-        labels: dict[str, Any] = json.loads(path.read_text())["labels"]
-        regions = {
-            name: _as_tuple(value) for name, value in labels.items() if name != "ignore" and _as_tuple(value) != (0,)
-        }
-        ignore = labels.get("ignore")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        labels = {name: _as_tuple(value) for name, value in json.loads(path.read_text("utf-8"))["labels"].items()}
+        (ignore,) = labels.pop("ignore", (None,))
+        regions = {name: value for name, value in labels.items() if value != (0,)}
+        if any(len(value) > 1 for value in regions.values()):
+            described = parse_config({"ignore_index": ignore, "multilabel": True, "regions": regions})
+        else:
+            names = [name for _, name in sorted((value, name) for name, value in labels.items())]
+            described = parse_config({"ignore_index": ignore, "class_names": names})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot be read ({error})", where=str(path), expected="nnU-Net's dataset.json") from None
-    if ignore is not None and config.ignore_index is None:
-        config = replace(config, ignore_index=int(ignore))
-    if any(len(value) > 1 for value in regions.values()):
-        return replace(config, multilabel=True, regions=config.regions or regions)
-    names = sorted((value, name) for name, value in labels.items() if name != "ignore")
-    return replace(config, class_names=config.class_names or tuple(name for _, name in names))
+    if config.ignore_index is None:
+        config = replace(config, ignore_index=described.ignore_index)
+    if described.regions:
+        return replace(config, multilabel=True, regions=config.regions or described.regions)
+    return replace(config, class_names=config.class_names or described.class_names)
 
 
 def _as_tuple(value: Any) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import unicodedata
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 from segcal.cases.caseset import CaseRef, CaseSet
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_config
 from segcal.cases.disk import DiskCase
-from segcal.cases.layout import CaseFiles, Found, find_plain
+from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, unreadable_name
+from segcal.cases.missing import missing_notes
 from segcal.cases.nnunet import find_nnunet
-from segcal.cases.splits import check_splits
+from segcal.cases.splits import by_group, check_splits
 from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.types import Case
 
@@ -52,11 +55,13 @@ def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **decl
 
 def find_cases(path: Path, **declared: Any) -> Found:
     """List the files of a dataset without opening them, collecting problems instead of raising them."""
+    if not is_text(str(path)):
+        raise unreadable_name(path)
     if not path.exists():
         raise DataError("does not exist", where=str(path), expected="a dataset folder or a segcal.toml")
     file = path if path.is_file() else path / CONFIG_NAME
     root = file.parent
-    if path.is_file() and path.suffix != ".toml":
+    if path.is_file() and path.suffix.lower() != ".toml":
         raise DataError("is a file", where=str(path), expected="a dataset folder or a segcal.toml")
     config = load_config(file) if file.is_file() else DatasetConfig()
     overrides = asdict(parse_config({name: value for name, value in declared.items() if value is not None}))
@@ -67,13 +72,33 @@ def find_cases(path: Path, **declared: Any) -> Found:
         raise ConfigError(
             "exterior = 'mask' with logits", where=str(file), expected="probabilities, padded with one-hot"
         )
+    found.problems.extend(_confusions(found))
     try:
-        check_splits(found.config.splits, [case.id for case in found.cases], found.config.groups)
+        names = [case.id for case in found.cases]
+        by_group(names, found.config.groups)
+        check_splits(found.config.splits, names, found.config.groups)
     except SegcalError as error:
-        found = replace(found, problems=[*found.problems, error.at(where=str(file))])
+        found.problems.append(error.at(where=str(file)))
     if not found.cases and not found.problems:
         raise DataError("no cases", where=str(root / (found.config.scores or ".")), expected="at least one score file")
     return found
+
+
+def _confusions(found: Found) -> list[SegcalError]:
+    """Case names that look the same but differ; a spacing of cases that do not exist is noted."""
+    problems: list[SegcalError] = []
+    alike: dict[str, list[str]] = {}
+    for case in found.cases:
+        alike.setdefault(unicodedata.normalize("NFC", case.id), []).append(case.id)
+    for name, ids in alike.items():
+        if len(ids) > 1:
+            spellings = " and ".join(ascii(one) for one in ids)
+            problems.append(DataError(f"two cases look the same: {spellings}", case=name, expected="different names"))
+    if isinstance(found.config.spacing, Mapping):
+        strangers = sorted(set(found.config.spacing) - {case.id for case in found.cases})
+        if strangers:
+            found.notes.append(f"[spacing] names cases that are not there: {', '.join(strangers[:3])}")
+    return problems
 
 
 def missing_labels(found: Found) -> list[SegcalError]:
@@ -95,21 +120,29 @@ def case_set(found: Found) -> CaseSet:
     """The case set of listed files; opens the first case to learn the number of classes, which all must share."""
     first = DiskCase(found.cases[0], found.config)
     config = replace(found.config, classes=first.members[0].shape[0])
-    names = config.class_names
-    if names is not None and len(names) != config.classes:
-        raise ConfigError(f"{len(names)} class_names", expected=f"{config.classes}, one per channel of the scores")
+    if (problem := wrong_names(config)) is not None:
+        raise problem
     assert config.ignore_index is not None
     return CaseSet(
         refs=tuple(CaseRef(files.id, partial(open_case, files, config)) for files in found.cases),
         num_classes=first.num_classes,
         ignore_index=config.ignore_index,
         background=config.background_class(first.num_classes),
-        class_names=None if config.multilabel else names,
+        class_names=None if config.multilabel else config.class_names,
         groups=config.groups,
         splits=config.splits,
         num_members=first.num_members,
         folders=found.folders,
+        notes=(*found.notes, *missing_notes(found.cases)),
     )
+
+
+def wrong_names(config: DatasetConfig) -> ConfigError | None:
+    """The error of class names of another number than the channels, ``config.classes``."""
+    names = config.class_names
+    if names is None or len(names) == config.classes:
+        return None
+    return ConfigError(f"{len(names)} class_names", expected=f"{config.classes}, one per channel of the scores")
 
 
 def open_case(files: CaseFiles, config: DatasetConfig) -> Case:

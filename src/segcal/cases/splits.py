@@ -42,7 +42,7 @@ def group_of(name: str, groups: Groups | None) -> str:
             raise InputError(
                 f"the pattern {groups!r} is none ({error})", where="groups", expected="a regular expression"
             ) from None
-        if match is None:
+        if match is None or (match.re.groups and match.group(1) is None):
             raise InputError(
                 f"the pattern {groups!r} does not match case '{name}'",
                 where="groups",

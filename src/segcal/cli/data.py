@@ -73,7 +73,7 @@ def check_command(data: Data, layout: LayoutOption = None, labels: LabelsOption 
     with progress("checking", len(find_cases(data, **options).cases)) as step:
         report = check(data, progress=step, **options)
     if as_json:
-        out.print_json(json.dumps(report.to_dict()))
+        out.print_json(json.dumps(report.to_dict(), allow_nan=False))
     else:
         show_check(report)
     if report.problems:

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
-from segcal.cases.disk import Oriented
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, attach, list_cases
+from segcal.cases.missing import check_values
+from segcal.cases.oriented import Oriented, orient
 from segcal.cases.splits import by_group, check_splits
 from segcal.errors import ConfigError, DataError, InputError, SegcalError
 from segcal.training.config import PARTS, TrainingConfig
 
 Array = NDArray[Any]
-_OWN_AXES = (".nii", ".nii.gz", ".png")
 SHARES = (0.7, 0.1, 0.2)
 
 
@@ -266,8 +266,9 @@ def _open_scan(files: CaseFiles, declared: DatasetConfig, classes: int) -> Scan:
 
 
 def _orient(path: Path, declared: DatasetConfig, leading: int) -> Oriented:
-    reverse = declared.axes == "xyz" and not path.name.endswith(_OWN_AXES)
-    return Oriented(open_array(path, usual=("image", "labels", "label", "mask")), leading, reverse)
+    array = orient(path, leading, axes=declared.axes, usual=("image", "labels", "label", "mask"))
+    check_values(array.file)
+    return array
 
 
 def _same_size(array: Oriented, spatial: tuple[int, ...], path: Path) -> Oriented:

@@ -9,10 +9,23 @@ from pathlib import Path
 from numpy.typing import DTypeLike
 
 from segcal.cases.formats.arrays import NpyFile, NpySink, NpzFile, NpzSink
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Geometry, Index, reading
-from segcal.cases.formats.images import PngFile, PngSink, TiffFile, TiffSink
+from segcal.cases.formats.base import (
+    SUFFIXES,
+    Array,
+    ArrayFile,
+    ArraySink,
+    Geometry,
+    Index,
+    Stored,
+    reading,
+    split_suffix,
+    suffix_of,
+)
+from segcal.cases.formats.hdf5 import H5File, H5Sink
 from segcal.cases.formats.nifti import NiftiFile, NiftiSink
-from segcal.cases.formats.stores import H5File, H5Sink, ZarrFile, ZarrSink
+from segcal.cases.formats.png import PngFile, PngSink
+from segcal.cases.formats.tiff import TiffFile, TiffSink
+from segcal.cases.formats.zarr_store import ZarrFile, ZarrSink
 from segcal.errors import DataError, OutputError
 from segcal.files import atomic_path
 
@@ -23,9 +36,11 @@ __all__ = [
     "ArraySink",
     "Geometry",
     "Index",
+    "Stored",
     "create_array",
     "open_array",
     "split_suffix",
+    "suffix_of",
 ]
 
 _READERS: dict[str, Callable[[Path, str | None, Sequence[str]], ArrayFile]] = {
@@ -40,29 +55,15 @@ _READERS: dict[str, Callable[[Path, str | None, Sequence[str]], ArrayFile]] = {
     ".h5": H5File,
     ".hdf5": H5File,
 }
-SUFFIXES = tuple(_READERS)
-
-
-def split_suffix(name: str) -> tuple[str, str] | None:
-    """``scan.01.nii.gz`` to ``("scan.01", ".nii.gz")``; None for names of no known format.
-
-    Examples:
-        >>> split_suffix("scan.01.nii.gz"), split_suffix("notes.txt")
-        (('scan.01', '.nii.gz'), None)
-    """
-    for suffix in SUFFIXES:
-        if name.lower().endswith(suffix) and len(name) > len(suffix):
-            return name[: -len(suffix)], suffix
-    return None
 
 
 def open_array(path: Path, *, key: str | None = None, usual: Sequence[str] = ()) -> ArrayFile:
     """Open an array file by its extension, reading its shape only."""
-    parts = split_suffix(path.name)
-    if parts is None:
+    suffix = suffix_of(path)
+    if not suffix:
         raise DataError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
     with reading(path):
-        return _READERS[parts[1]](path, key, usual)
+        return _READERS[suffix](path, key, usual)
 
 
 @contextmanager
@@ -81,11 +82,11 @@ def create_array(
     Zarr shards along ``row_axis``; parts of whole rows are best. A zarr store is a folder, and another one that is
     there is replaced only with ``replace``.
     """
-    parts = split_suffix(path.name)
-    if parts is None:
+    suffix = suffix_of(path)
+    if not suffix:
         raise OutputError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
-    with atomic_path(path, folder=parts[1] == ".zarr", replace=replace) as temporary:
-        sink = _sink(parts[1], temporary, shape, dtype, row_axis, key, geometry)
+    with atomic_path(path, folder=suffix == ".zarr", replace=replace) as temporary:
+        sink = _sink(suffix, temporary, shape, dtype, row_axis, key, geometry)
         yield sink
         sink.close()
 

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import DTypeLike
 
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Index, WholeFile, WholeSink, pick_key
+from segcal.cases.formats.base import (
+    DEFLATE_RATIO,
+    Array,
+    ArrayFile,
+    ArraySink,
+    Index,
+    WholeFile,
+    WholeSink,
+    pick_key,
+    pickled,
+    read_to_end,
+    require_length,
+)
+from segcal.errors import DataError
+
+
+def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether the first axis varies fastest, and type; leaves the file at the first value."""
+    if file.peek(1)[:1] == pickle.PROTO:
+        raise pickled()
+    version = npy_format.read_magic(file)
+    read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if any(size < 0 for size in shape):
+        raise DataError(f"shape {shape}", expected="no negative size")
+    return shape, fortran, dtype
 
 
 class NpyFile(ArrayFile):
@@ -19,14 +47,18 @@ class NpyFile(ArrayFile):
     sliceable = True
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
-        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        super().__init__(path, mapped.shape, mapped.dtype)
+        with path.open("rb") as file:
+            shape, fortran, dtype = _read_header(file)
+            self._offset = file.tell()
+            self._order: Literal["F", "C"] = "F" if fortran else "C"
+        super().__init__(path, shape, dtype)
+        require_length(self._offset + math.prod(shape) * dtype.itemsize, path.stat().st_size, exactly=True)
 
     def _read(self, index: Index) -> Array:
         # Mapped anew for each part: pages of a long-lived map would pile up in the process's resident memory. Mapped
         # copy-on-write, because torch warns of arrays that cannot be written.
-        part: Array = np.load(self.path, mmap_mode="c", allow_pickle=False)[index]
-        return part
+        mapped: Array = np.memmap(self.path, self.dtype, "c", self._offset, self.shape, self._order)
+        return np.asarray(mapped)[index]
 
 
 class NpySink(ArraySink):
@@ -42,24 +74,27 @@ class NpySink(ArraySink):
 
 
 class NpzFile(WholeFile):
-    """One array of an npz archive."""
+    """One array of an npz archive; zip's checksum is verified."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         with zipfile.ZipFile(path) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
             self.key = pick_key(names, key, usual)
-            with archive.open(self.key + ".npy") as member:
-                version = npy_format.read_magic(member)
-                read_header = (
-                    npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-                )
-                shape, _, dtype = read_header(member)
+            info = archive.getinfo(self.key + ".npy")
+            with archive.open(info) as member:
+                shape, _, dtype = _read_header(member)
+                offset = member.tell()
         super().__init__(path, shape, dtype)
+        require_length(offset + math.prod(shape) * self.dtype.itemsize, info.file_size, exactly=True)
+        if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            require_length(info.file_size, DEFLATE_RATIO * path.stat().st_size)
 
     def _decode(self) -> Array:
         assert self.key is not None
-        with np.load(self.path, allow_pickle=False) as archive:
-            return np.asarray(archive[self.key])
+        with zipfile.ZipFile(self.path) as archive, archive.open(self.key + ".npy") as member:
+            shape, fortran, dtype = _read_header(member)
+            values = read_to_end(member, math.prod(shape) * dtype.itemsize).view(dtype)
+        return values.reshape(shape, order="F" if fortran else "C")
 
 
 class NpzSink(WholeSink):

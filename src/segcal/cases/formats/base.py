@@ -6,14 +6,13 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from gzip import GzipFile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,6 +22,31 @@ from segcal.errors import DataError, SegcalError
 Array = NDArray[Any]
 Index = tuple[slice, ...]
 
+SUFFIXES = (".npy", ".npz", ".nii.gz", ".nii", ".png", ".tif", ".tiff", ".zarr", ".h5", ".hdf5")
+# Deflate (gzip, zip, png, tif) cannot shrink anything more than this: whatever claims more than its file can hold lies.
+DEFLATE_RATIO = 1032
+# Bytes decompressed at a time: memory grows with what is really there, not with what a header claims.
+_BLOCK = 2**20
+
+
+def split_suffix(name: str) -> tuple[str, str] | None:
+    """``scan.01.nii.gz`` to ``("scan.01", ".nii.gz")``; None for names of no known format.
+
+    Examples:
+        >>> split_suffix("scan.01.nii.gz"), split_suffix("SCAN.NII.GZ"), split_suffix("notes.txt")
+        (('scan.01', '.nii.gz'), ('SCAN', '.NII.GZ'), None)
+    """
+    for suffix in SUFFIXES:
+        if name.lower().endswith(suffix) and len(name) > len(suffix):
+            return name[: -len(suffix)], name[-len(suffix) :]
+    return None
+
+
+def suffix_of(path: Path) -> str:
+    """The format of a file by its name, in lower case; empty for names of no known format."""
+    parts = split_suffix(path.name)
+    return parts[1].lower() if parts else ""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -31,6 +55,23 @@ class Geometry:
     affine: Array
     zooms: tuple[float, ...]
     header: Any
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How many chunks of an array are on disk, and what a chunk that is not there means."""
+
+    chunks: int
+    there: int
+    fill: float = 0
+    """What the others read as."""
+    sparse: bool = False
+    """Whether the format leaves out chunks that hold nothing but ``fill``; otherwise missing ones were not written."""
+
+    @property
+    def missing(self) -> int:
+        """Chunks that are not there."""
+        return self.chunks - self.there
 
 
 class ArrayFile(ABC):
@@ -45,12 +86,33 @@ class ArrayFile(ABC):
         self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
         if self.dtype.hasobject:
             raise pickled()
+        if self.dtype.kind not in "biuf" or self.dtype.itemsize > 8:
+            raise DataError(
+                f"holds values of type {self.dtype}",
+                expected="booleans, integers or floating-point numbers of at most 64 bits",
+                fix="save one plain number per voxel: class indices, not colours or texts",
+            )
+        if not self.shape:
+            raise DataError("holds a single number", expected="an array")
 
     @abstractmethod
     def _read(self, index: Index) -> Array: ...
 
-    def require_complete(self) -> None:  # noqa: B027 - only chunked stores can lose a part and still open
-        """Raise if parts of the array are missing on disk."""
+    def stored(self) -> Stored | None:
+        """What is on disk of a chunked store, which can lose a part and still open; None for other files."""
+        with reading(self.path):
+            return self._stored()
+
+    def _stored(self) -> Stored | None:
+        return None
+
+    def holds_fill(self) -> bool:
+        """Whether a chunk of nothing but the fill value is stored."""
+        with reading(self.path):
+            return self._holds_fill()
+
+    def _holds_fill(self) -> bool:
+        return False
 
     def forget(self) -> None:  # noqa: B027 - only files decoded as a whole keep anything
         """Drop what was decoded."""
@@ -118,20 +180,50 @@ class WholeSink(ArraySink):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a library says of a bad file into one clear error that names the file."""
+    """Turn whatever a library says of a bad file into one clear error that names the file.
+
+    The libraries raise errors of every kind on damaged files, so all are caught; running out of memory, too.
+    """
     try:
         yield
     except SegcalError as error:
         raise error.at(where=str(path)) from None
-    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+    except Exception as error:
         if "pickle" in str(error).lower() or "Python objects" in str(error):
             raise pickled().at(where=str(path)) from None
         raise DataError(
             f"cannot be read ({type(error).__name__}: {error})",
             where=str(path),
-            expected=f"a complete {''.join(path.suffixes[-2:])} file",
+            expected=f"a complete {suffix_of(path)} file",
             fix="it may be truncated or of another format: write or copy it again",
         ) from error
+
+
+def damaged(problem: str) -> DataError:
+    """What is said of a file that contradicts itself."""
+    return DataError(
+        f"is damaged: {problem}", expected="a complete file with matching checksums", fix="write or copy it again"
+    )
+
+
+def require_length(claimed: int, there: int, *, exactly: bool = False) -> None:
+    """Raise if a header claims more bytes than its file can hold, or, with ``exactly``, fewer than it does."""
+    if claimed > there or (exactly and claimed != there):
+        raise damaged(f"its header claims {claimed:,} bytes, the file has {there:,}")
+
+
+def read_to_end(stream: IO[bytes] | GzipFile, size: int) -> Array:
+    """``size`` bytes of a compressed stream; the rest is read too, because the checksum stands at the end."""
+    data = np.empty(size, np.uint8)
+    done = 0
+    while done < size and (part := stream.read(min(_BLOCK, size - done))):
+        data[done : done + len(part)] = np.frombuffer(part, np.uint8)
+        done += len(part)
+    if done < size:
+        raise damaged(f"it ends after {done:,} of {size:,} bytes")
+    while stream.read(_BLOCK):
+        pass
+    return data
 
 
 def pickled() -> DataError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from segcal.cases.formats.base import Array, Geometry, Index, WholeFile, WholeSink
+from segcal.cases.formats.base import (
+    DEFLATE_RATIO,
+    Array,
+    Geometry,
+    Index,
+    WholeFile,
+    WholeSink,
+    read_to_end,
+    require_length,
+    suffix_of,
+)
 from segcal.errors import MissingExtraError
 
 
@@ -22,16 +34,15 @@ def _nibabel() -> Any:
 
 
 class NiftiFile(WholeFile):
-    """A NIfTI file; uncompressed ones are read in parts, compressed ones as a whole."""
+    """A NIfTI file; uncompressed ones are read in parts, compressed ones as a whole, to the checksum at their end."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
-        nibabel = _nibabel()
-        try:
-            self._image = nibabel.load(path)
-        except nibabel.filebasedimages.ImageFileError as error:
-            raise ValueError(str(error)) from None
+        self._image = _nibabel().load(path)
         super().__init__(path, self._image.shape[::-1], _stored_dtype(self._image))
-        self.sliceable = path.suffix == ".nii"
+        self.sliceable = suffix_of(path) == ".nii"
+        stored, length = self._image.dataobj, path.stat().st_size
+        self._bytes = math.prod(self.shape) * np.dtype(stored.dtype).itemsize
+        require_length(stored.offset + self._bytes, length if self.sliceable else DEFLATE_RATIO * length)
         header = self._image.header
         self.geometry = Geometry(self._image.affine, tuple(float(zoom) for zoom in header.get_zooms()), header.copy())
 
@@ -42,7 +53,13 @@ class NiftiFile(WholeFile):
         return super()._read(index)
 
     def _decode(self) -> Array:
-        array: Array = np.asarray(self._image.dataobj, dtype=self.dtype).T
+        # nibabel stops reading at the last voxel and so never sees the checksum.
+        stored = self._image.dataobj
+        with gzip.open(self.path) as stream:
+            stream.seek(stored.offset)
+            values = read_to_end(stream, self._bytes).view(stored.dtype).reshape(stored.shape, order="F")
+        scaled = _nibabel().volumeutils.apply_read_scaling(values, np.float64(stored.slope), np.float64(stored.inter))
+        array: Array = scaled.astype(self.dtype, copy=False).T
         return array
 
 

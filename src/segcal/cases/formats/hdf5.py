@@ -1,0 +1,69 @@
+"""HDF5: datasets whose parts are read alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Index, Stored, pick_key, require_length
+from segcal.errors import MissingExtraError
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise MissingExtraError("h5py", "h5", "reading and writing HDF5") from None
+    return h5py
+
+
+class H5File(ArrayFile):
+    """A dataset of an HDF5 file, opened for each read so that no handle stays behind."""
+
+    sliceable = True
+
+    def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
+        with _h5py().File(path, "r") as file:
+            names: list[str] = []
+            file.visititems(lambda name, node: names.append(name) if hasattr(node, "dtype") else None)
+            self.key = pick_key(names, key, usual)
+            data = file[self.key]
+            shape, dtype, self.chunk = data.shape, data.dtype, data.chunks
+            contiguous_end = (data.id.get_offset() or 0) + (0 if data.chunks else data.id.get_storage_size())
+        super().__init__(path, shape, dtype)
+        require_length(contiguous_end, path.stat().st_size)
+
+    def _stored(self) -> Stored:
+        """The chunks on disk. HDF5 leaves out none that was written."""
+        with _h5py().File(self.path, "r") as file:
+            data = file[self.key]
+            if data.chunks is None:
+                return Stored(1, int(data.id.get_storage_size() > 0))
+            wanted = math.prod(-(-size // chunk) for size, chunk in zip(data.shape, data.chunks, strict=True))
+            return Stored(wanted, data.id.get_num_chunks(), data.fillvalue.item())
+
+    def _read(self, index: Index) -> Array:
+        with _h5py().File(self.path, "r") as file:
+            return np.asarray(file[self.key][index])
+
+
+class H5Sink(ArraySink):
+    """Writes one HDF5 dataset in parts."""
+
+    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike, key: str) -> None:
+        super().__init__(path, shape, dtype)
+        self._file = _h5py().File(path, "w")
+        self._data = self._file.create_dataset(key, self.shape, self.dtype)
+
+    def write(self, index: Index, block: Array) -> None:
+        """Store a part."""
+        self._data[index] = block
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

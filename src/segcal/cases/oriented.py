@@ -1,0 +1,55 @@
+"""An array file in canonical axes, whatever their order in the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from segcal.cases.formats import Array, ArrayFile, open_array, suffix_of
+
+# The names by which arrays are looked for in files that hold several.
+SCORE_KEYS = ("probabilities", "logits", "probs", "softmax", "scores")
+LABEL_KEYS = ("labels", "label", "segmentation", "seg", "mask")
+MASK_KEYS = ("mask",)
+IMAGE_KEYS = ("image",)
+# Formats that say themselves which axis is which.
+_OWN_AXES = (".nii", ".nii.gz", ".png")
+
+
+@dataclass(frozen=True)
+class Oriented:
+    """An array file seen as ``(channels..., *spatial)`` in canonical order, whatever the order in the file."""
+
+    file: ArrayFile
+    leading: int
+    reverse: bool = False
+    squeeze: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape as seen from here."""
+        lead, spatial = self.file.shape[: self.leading], self.file.shape[self.leading + self.squeeze :]
+        return (*lead, *(spatial[::-1] if self.reverse else spatial))
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """How many rows are stored together; 1 where rows can be read one by one."""
+        chunk = self.file.chunk
+        return chunk[-1 if self.reverse else self.leading + self.squeeze] if chunk else 1
+
+    def read(self, rows: slice, channels: slice = slice(None)) -> Array:
+        """Some rows, of all channels or some."""
+        spatial = [slice(None)] * (len(self.file.shape) - self.leading)
+        spatial[-1 if self.reverse else int(self.squeeze)] = rows
+        array = self.file.read((*(channels,) * self.leading, *spatial))
+        if self.squeeze:
+            array = array.squeeze(self.leading)
+        return (
+            array.transpose(*range(self.leading), *reversed(range(self.leading, array.ndim))) if self.reverse else array
+        )
+
+
+def orient(path: Path, leading: int, *, axes: str, usual: tuple[str, ...] = (), key: str | None = None) -> Oriented:
+    """Open a file with ``leading`` channel axes; ``axes`` says how array files order the others."""
+    file = open_array(path, key=key, usual=usual)
+    return Oriented(file, leading, reverse=axes == "xyz" and suffix_of(path) not in _OWN_AXES)
