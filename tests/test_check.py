@@ -102,3 +102,57 @@ def test_exterior_share_of_nnunet_folders(tmp_path):
     report = segcal.check(predictions, layout="nnunet", labels=str(truth))
     assert report.masked == 2 * (6 * 8 * 10 - 2 * 4 * 6)
     assert report.to_dict()["masked"] == report.masked
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c", "d", "e"]])
+def test_class_names_of_another_number_are_a_problem(tmp_path, names):
+    root = plain(tmp_path, count=2)
+    np.save(root / "labels" / "case0.npy", np.zeros((9, 7), np.uint8))
+    np.save(root / "labels" / "case1.npy", np.zeros((9, 7), np.uint8))
+    report = segcal.check(root, class_names=names)
+    assert [f"{len(names)} class_names; expected 4" in str(problem) for problem in report.problems] == [True]
+    assert "never in the labels: 1, 2, 3" in report.notes
+
+
+def test_voxels_that_were_never_written_are_noted(tmp_path):
+    root = plain(tmp_path, count=1)
+    z = logits(0)
+    z[:, 6:] = 0
+    z[:2, 0] = 0  # Not all of them.
+    np.save(root / "logits" / "case0.npy", z)
+    y = labels(0)
+    y[8] = 255
+    np.save(root / "labels" / "case0.npy", y)
+    assert any("every logit is exactly 0 at 14 valid voxels" in note for note in segcal.check(root).notes)
+
+
+def test_whatever_one_case_raises_the_others_are_checked(tmp_path, monkeypatch):
+    from segcal.cases.disk import DiskCase
+
+    root = plain(tmp_path, count=3)
+    read = DiskCase.labels
+
+    def labels_of(self, rows):
+        if self.id == "case1":
+            raise ZeroDivisionError("odd")
+        return read(self, rows)
+
+    monkeypatch.setattr(DiskCase, "labels", labels_of)
+    report = segcal.check(root)
+    assert [str(problem) for problem in report.problems] == [
+        "case 'case1', labels: cannot be read (ZeroDivisionError: odd)."
+    ]
+    assert report.valid == 2 * 63
+
+
+@pytest.mark.parametrize("size", [64, 200])
+def test_large_transposed_images_are_noticed_on_a_grid(tmp_path, size):
+    blocks = np.random.default_rng(0).integers(0, 3, (size // 8, size // 8))
+    y = np.kron(blocks, np.ones((8, 8))).astype(np.uint8)
+    z = 5 * (np.arange(3)[:, None, None] == y.T[None]).astype(np.float32)
+    for folder, array in (("logits", z), ("labels", y)):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "a.npy", array)
+    assert any("transposed" in note for note in segcal.check(tmp_path).notes)
+    np.save(tmp_path / "labels" / "a.npy", y.T)
+    assert not any("transposed" in note for note in segcal.check(tmp_path).notes)

@@ -77,14 +77,28 @@ def test_configuration_file_and_keywords(tmp_path):
         ("zzz = 1", "unknown key 'zzz'; expected one of layout"),
         ("kind = 'softmax'", "kind = 'softmax'; expected 'logits' or 'probs'"),
         ("classes = true", "expected a whole number"),
+        ("classes = 0", "a whole number above 0"),
+        ("ignore_index = 9223372036854775808", "fits 64 bits"),
+        ("ignore_index = -9223372036854775809", "fits 64 bits"),
+        ("groups = '('", r"groups = '\('.*expected a regular expression"),
+        ("[regions]", "a list of labels for every channel"),
+        ("[regions]\na = []", "a list of labels"),
+        ("[regions]\na = [true]", "a list of labels"),
+        ("[regions]\na = [1]\nb = [2]", r"2 \[regions\]; expected 4, one per channel"),
+        ("class_names = ['a', 'b', 'b', 'd']", "different names"),
         ("multilabel = 1", "expected true or false"),
         ("spacing = [1, -1]", "positive numbers"),
+        ("spacing = [1, nan]", "positive numbers"),
+        ("spacing = [1, inf]", "positive numbers"),
+        ("spacing = [1, 1e300]", "positive numbers"),
+        ("[spacing]\ncase0 = [0, 1]", "positive numbers"),
         ("class_names = 'a'", "a list of texts"),
         ("labels = 3", "a text"),
         ("splits = 3", "a table"),
         ("[splits]\ntrain = ['a']", "calibration, validation, test"),
         ("[regions]\na = 'x'", "a list of labels"),
         ("class_names = ['a']", "1 class_names; expected 4"),
+        ("class_names = ['a', 'b', 'c', 'd', 'e']", "5 class_names; expected 4"),
         ("kind = ", "cannot be read"),
         ("kind = 'logits'\nexterior = 'mask'", "exterior = 'mask' with logits"),
     ],
@@ -93,6 +107,38 @@ def test_wrong_configuration_says_what_is_right(tmp_path, text, says):
     root = plain(tmp_path)
     (root / "segcal.toml").write_text(text)
     expect_error(root, says, ConfigError)
+
+
+@pytest.mark.parametrize("content", ["class_names = ['\xe9']".encode("latin-1"), b"a = " + b"[" * 5000])
+def test_a_configuration_that_cannot_be_decoded(tmp_path, content):
+    root = plain(tmp_path)
+    (root / "segcal.toml").write_bytes(content)
+    expect_error(root, "segcal.toml: cannot be read.*expected a TOML file in UTF-8", ConfigError)
+
+
+@pytest.mark.parametrize("pattern", ["patient", "(x)?case"])
+def test_groups_without_a_match(tmp_path, pattern):
+    root = plain(tmp_path)
+    expect_error(root, r"the pattern .* does not match case 'case0'", InputError, groups=pattern)
+    assert len(segcal.check(root, groups=pattern).problems) == 1
+
+
+def test_spacing_of_unknown_cases_is_noted(tmp_path):
+    cases = segcal.open_cases(plain(tmp_path), spacing={"case0": [1, 2], "zzz": [1, 1]})
+    assert cases.notes == ("[spacing] names cases that are not there: zzz",)
+
+
+@pytest.mark.parametrize("zoom", [np.nan, np.inf, 1e30])
+def test_a_header_with_an_impossible_spacing(tmp_path, zoom):
+    root = plain(tmp_path, count=1, shape=(4, 6, 8))
+    (root / "labels" / "case0.npy").unlink()
+    path = root / "labels" / "case0.nii"
+    save_nifti(path, labels(0, 4, (4, 6, 8)).T)
+    data = bytearray(path.read_bytes())
+    data[84:88] = np.float32(zoom).tobytes()  # pixdim[2]
+    path.write_bytes(data)
+    expect_error(root, r"spacing .*expected positive numbers.*spacing = \[", DataError)
+    assert segcal.open_cases(root, spacing=[1, 1, 1])[0].spacing == (1, 1, 1)
 
 
 @pytest.mark.parametrize("pooling", ["logits", "probs", None])

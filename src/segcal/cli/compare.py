@@ -17,9 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from segcal.calibrators import CALIBRATORS
-from segcal.cases import open_cases
 from segcal.cli.console import err, out
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data
 from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
 from segcal.cli.study import show_study
@@ -109,7 +108,7 @@ def compare_command(
 
     Example: segcal compare study/ --methods decision-preserving -o report/ --workers 2
     """
-    cases = open_cases(data, **declared(layout, labels))
+    cases = open_data(data, layout, labels)
     with study_progress() as step:
         study = compare(
             cases,
@@ -125,7 +124,7 @@ def compare_command(
             translation_invariant=translation_invariant,
             robust=robust,
             pooling=_names(pooling, "--pooling"),  # type: ignore[arg-type]  # compare checks the words
-            shifted={_unique(path, shifted or []): open_cases(path) for path in shifted or []},
+            shifted={_unique(path, shifted or []): open_data(path) for path in shifted or []},
             model=load_model(model) if model else None,
             shift=shift,
             sensitivity=_names(sensitivity, "--sensitivity"),  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from segcal import synthetic
-from segcal.cases import open_cases, write_dataset
+from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.cases.open import find_cases
 from segcal.check import CheckReport, check
-from segcal.cli.console import out, progress
+from segcal.cli.console import err, out, progress
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
 from segcal.metrics.diagnosis import verdict
 
@@ -62,6 +62,16 @@ def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
+def open_data(
+    data: Path, layout: Layout | None = None, labels: Path | None = None, *, need_labels: bool = True
+) -> CaseSet:
+    """Open a dataset, and say on standard error what is easily overlooked: files that belong to no case, for one."""
+    cases = open_cases(data, need_labels=need_labels, **declared(layout, labels))
+    for note in cases.notes:
+        err.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    return cases
+
+
 def check_command(data: Data, layout: LayoutOption = None, labels: LabelsOption = None, as_json: Json = False) -> None:
     """Validate a dataset and show what it holds.
 
@@ -102,7 +112,7 @@ def pack_command(
 
     Example: segcal pack predictions/ packed/ --layout nnunet --labels labelsTs/
     """
-    cases = open_cases(data, **declared(layout, labels))
+    cases = open_data(data, layout, labels)
     with progress("packing", len(cases)) as step:
         report = write_dataset(cases, output, dtype=dtype.value, format=format.value, resume=resume, progress=step)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

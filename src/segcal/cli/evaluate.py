@@ -11,9 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from segcal.calibrators import load
-from segcal.cases import open_cases
 from segcal.cli.console import out, progress
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, declared
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data
 from segcal.errors import InputError
 from segcal.evaluate import DEFAULT_METRICS, evaluate
 from segcal.maps import write_maps
@@ -64,7 +63,7 @@ def evaluate_command(
 
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
-    cases = open_cases(data, **declared(layout, labels))
+    cases = open_data(data, layout, labels)
     if split:
         cases = cases.part(split.value)
     fitted = load(calibrator) if calibrator else None

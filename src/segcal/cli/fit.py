@@ -15,10 +15,10 @@ from rich.table import Table
 
 from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
-from segcal.cases import CaseSet, Split, open_cases
+from segcal.cases import CaseSet, Split
 from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import out, progress, waiting
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, declared
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data
 from segcal.errors import InputError
 from segcal.evaluate import evaluate
 from segcal.results import plain
@@ -73,7 +73,7 @@ def fit_command(
     """
     if method not in CALIBRATORS:
         raise InputError(f"method is '{method}'", where="--method", expected=f"one of {', '.join(CALIBRATORS)}")
-    cases = open_cases(data, **declared(layout, labels))
+    cases = open_data(data, layout, labels)
     split = _split(cases, test, seed)
     validation = split.validation if len(split.validation) else None
     with waiting(f"fitting {method}") as step:
@@ -157,7 +157,7 @@ def apply_command(
     Example: segcal apply cal.safetensors new/ -o calibrated/
     """
     fitted = load(calibrator)
-    cases = open_cases(data, need_labels=False, **declared(layout, None))
+    cases = open_data(data, layout, need_labels=False)
     with progress("applying", len(cases)) as step:
         report = apply(
             fitted,
