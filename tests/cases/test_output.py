@@ -1,4 +1,6 @@
 import json
+from dataclasses import replace
+from functools import partial
 
 import nibabel
 import numpy as np
@@ -6,11 +8,14 @@ import pytest
 import torch
 
 import segcal
-from datasets import logits, plain, save_nifti
-from segcal.cases import OutputFolder, ScoreWriter, write_dataset
+from datasets import logits, plain, save_nifti, snapshot
+from segcal.apply import apply
+from segcal.calibrators import TemperatureScaling
+from segcal.cases import CaseRef, OutputFolder, ScoreWriter, write_dataset
 from segcal.cases.pack import FORMATS
 from segcal.errors import InputError, OutputError
 from segcal.folders import JOURNAL
+from segcal.maps import write_maps
 from segcal.synthetic import scenes
 
 
@@ -208,3 +213,51 @@ def test_journal_is_plain_json_lines(tmp_path):
     arrays = {f"{f}/case{i}.npy" for f in ("logits", "labels") for i in range(2)}
     assert {record["file"] for record in records} == {*arrays, "segcal.toml"}
     assert {record["file"] for record in records if "digest" in record} == arrays
+
+
+def test_every_text_survives_the_toml(tmp_path):
+    names = ['left "big" \\ one', "tumour \U0001f9e0", "tab\there", "délété\x7f"]
+    root = plain(tmp_path / "in")
+    (root / "segcal.toml").write_text(
+        'class_names = [\'left "big" \\ one\', \'tumour \U0001f9e0\', "tab\\there", "délété\\u007f"]\n'
+        "groups = '(\\d)'\n[splits]\ntest = ['case1', 'case0']\n[spacing]\ncase1 = [1.5, 2]\n",
+        encoding="utf-8",
+    )
+    cases = segcal.open_cases(root)
+    assert cases.class_names == tuple(names)
+    write_dataset(cases, tmp_path / "out")
+    again = segcal.open_cases(tmp_path / "out")
+    assert (again.class_names, again.groups, again.splits) == (tuple(names), r"(\d)", {"test": ("case1", "case0")})
+    assert [case.spacing for case in again] == [None, (1.5, 2.0), None]
+    write_dataset(cases[:1], tmp_path / "one")
+    assert segcal.open_cases(tmp_path / "one").splits == {"test": ("case0",)}
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "a/b", "a\\b", "..", "", "a\0b", ".a"])
+def test_no_case_is_written_outside_of_its_folder(tmp_path, name):
+    one = scenes(1, size=(32, 40))
+    cases = replace(one, refs=[CaseRef(name, one.refs[0].open)])
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    before = snapshot(tmp_path)
+    for write in (write_dataset, write_maps, partial(apply, TemperatureScaling().fit(one))):
+        with pytest.raises(OutputError, match="the name "):
+            write(cases, tmp_path / "a" / "b" / "out")
+    assert snapshot(tmp_path) == before
+
+
+def test_two_cases_of_one_name_are_an_error(tmp_path):
+    one = scenes(1, size=(32, 40))
+    with pytest.raises(OutputError, match="is written a second time"):
+        write_dataset(replace(one, refs=[*one.refs, *one.refs]), tmp_path / "out")
+
+
+def test_a_link_in_the_folder_is_not_followed_out_of_it(tmp_path):
+    root, out = plain(tmp_path / "in"), tmp_path / "out"
+    write_dataset(segcal.open_cases(root), out)
+    (out / "logits").rename(tmp_path / "elsewhere")
+    (out / "logits").symlink_to(tmp_path / "elsewhere")
+    np.save(root / "logits" / "case0.npy", logits(9))
+    before = snapshot(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match="leads out"):
+        write_dataset(segcal.open_cases(root), out, resume=True)
+    assert snapshot(tmp_path / "elsewhere") == before

@@ -17,6 +17,7 @@ from torch import Tensor
 from segcal.cases.caseset import CaseSet
 from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.output import OutputFolder
+from segcal.cases.toml import toml_text, toml_texts
 from segcal.errors import InputError
 from segcal.files import file_name
 from segcal.scores import round_keeping_argmax
@@ -165,7 +166,7 @@ def _write_whole(
 
 
 def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], example: Case) -> str:
-    """The ``segcal.toml`` of what was written. JSON's texts, numbers and lists are TOML's too."""
+    """The ``segcal.toml`` of what was written. JSON's numbers and lists of them are TOML's, too."""
     lines = ["# Written by segcal.", 'kind = "logits"', f"ignore_index = {cases.ignore_index}"]
     if example.shape[0] > 1:
         lines.append("multilabel = true")
@@ -173,14 +174,16 @@ def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], example: Ca
         lines.append(f"classes = {cases.num_classes}")
         lines.append(background_line(cases.background))
     if cases.class_names:
-        lines.append(f"class_names = {json.dumps(list(cases.class_names))}")
+        lines.append(f"class_names = {toml_texts(cases.class_names)}")
     if isinstance(cases.groups, str):
-        lines.append(f"groups = {json.dumps(cases.groups)}")
+        lines.append(f"groups = {toml_text(cases.groups)}")
     values = set(spacing.values())
     if len(values) == 1 and len(spacing) == len(cases):
         lines.append(f"spacing = {json.dumps(values.pop())}")
     elif spacing:
-        lines += ["", "[spacing]", *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in spacing.items())]
+        lines += ["", "[spacing]", *(f"{toml_text(name)} = {json.dumps(value)}" for name, value in spacing.items())]
     if cases.splits:
-        lines += ["", "[splits]", *(f"{part} = {json.dumps(list(ids))}" for part, ids in cases.splits.items())]
+        written = set(cases.ids)  # They may be some of the cases that the splits were declared for.
+        parts = {part: [name for name in ids if name in written] for part, ids in cases.splits.items()}
+        lines += ["", "[splits]", *(f"{part} = {toml_texts(ids)}" for part, ids in parts.items())]
     return "\n".join(lines) + "\n"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
-import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.formats import create_array
 from segcal.cases.splits import by_group
-from segcal.errors import DataError, InputError, OutputError
-from segcal.files import atomic_path
+from segcal.cases.toml import toml_text, toml_texts
+from segcal.errors import DataError, InputError, SegcalError
+from segcal.files import atomic_path, file_name, writing
 from segcal.training.data import SHARES, split_names
 
 Array = NDArray[Any]
@@ -31,7 +31,7 @@ _STREET = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence
 class Known:
     """What a packed file does not say of its dataset."""
 
-    class_names: tuple[str, ...]
+    class_names: tuple[str, ...] | None
     ignore_index: int = 255
     background: int | None = 0
 
@@ -54,13 +54,21 @@ class ConvertReport:
 class _Blobs:
     """Encoded images one after the other."""
 
+    key: str
     data: Array
+    starts: Array
     lengths: Array
 
-    def read(self, index: int) -> Array:
-        end = int(self.lengths[: index + 1].sum())
-        with Image.open(io.BytesIO(self.data[end - int(self.lengths[index]) : end].tobytes())) as image:
-            array = np.asarray(image)
+    def read(self, index: int, scan: str) -> Array:
+        start = int(self.starts[index])
+        encoded = self.data[start : start + int(self.lengths[index])].tobytes()
+        try:
+            with Image.open(io.BytesIO(encoded)) as image:
+                array = np.asarray(image)
+        except Exception as error:  # whatever the decoder says of bytes that are no picture
+            raise DataError(
+                f"number {index} of {self.key} cannot be decoded ({error})", case=scan, expected="JPEG or PNG"
+            ) from None
         return np.moveaxis(array, -1, 0) if array.ndim == 3 else array
 
 
@@ -106,25 +114,46 @@ def convert(
     names = tuple(class_names) if class_names is not None else known.class_names if known else None
     ignored = ignore_index if ignore_index is not None else known.ignore_index if known else 255
     background = known.background if known and class_names is None else 0
-    if folder.is_dir() and any(folder.iterdir()):
-        raise OutputError("is not empty", where=str(folder), fix="choose another folder")
-    arrays = _open(packed)
+    about = Known(names, ignored, background)
+    with atomic_path(folder, folder=True) as temporary:
+        arrays = _open(packed)
+        temporary.mkdir()
+        try:
+            report, description = _write(arrays, temporary, patients, seed, groups, about, progress)
+        except SegcalError as error:
+            raise error.at(where=str(packed)) from None
+        with writing(folder):
+            (temporary / CONFIG_NAME).write_text(description, encoding="utf-8")
+    return report
+
+
+def _write(
+    arrays: Mapping[str, Array],
+    folder: Path,
+    patients: int | None,
+    seed: int,
+    groups: str,
+    about: Known,
+    progress: Callable[[str], None],
+) -> tuple[ConvertReport, str]:
+    """Write images and labels; returns what was written, and the ``segcal.toml`` that belongs to it."""
+    names, ignored = about.class_names, about.ignore_index
     volumes = "volume" in arrays
     scans = _volumes(arrays["volume"]) if volumes else _images(arrays)
     parts = _divide(scans, patients, seed, groups) if volumes else _subset(scans, patients, seed)
     chosen = {name for part in parts.values() for name in part}
     kept = [scan for scan in scans if scan.name in chosen]
-    prefixes = sorted({scan.prefix for scan in kept})
-    blobs = {
-        p: [_Blobs(arrays[f"{p}{key}"], arrays[f"{p}{key}_len"]) for key in ("images", "labels")] for p in prefixes
-    }
+    blobs = {prefix: _blobs(arrays, prefix) for prefix in sorted({scan.prefix for scan in kept})}
     highest = 0
     for scan in kept:
         progress(scan.name)
-        try:
-            image, labels = (_join(source, scan) for source in blobs[scan.prefix])
-        except UnidentifiedImageError:
-            raise DataError("cannot be decoded", case=scan.name, where=str(packed), expected="JPEG or PNG") from None
+        image, labels = (_join(source, scan) for source in blobs[scan.prefix])
+        if image.shape[image.ndim - labels.ndim :] != labels.shape or labels.ndim != 2 + scan.stacked:
+            raise DataError(
+                f"labels of shape {labels.shape} for an image of {image.shape}",
+                case=scan.name,
+                expected="one class for every pixel",
+            )
         inside = labels[labels != ignored]
         highest = max(highest, int(inside.max(initial=0)))
         if names is not None and highest >= len(names):
@@ -133,17 +162,16 @@ def convert(
             with create_array(folder / kind / f"{scan.name}.npy", array.shape, array.dtype, row_axis=0) as sink:
                 sink.write((slice(None),) * array.ndim, array)
     classes = len(names) if names is not None else highest + 1
-    with atomic_path(folder / CONFIG_NAME) as temporary:
-        temporary.write_text(_describe(parts, classes, names, ignored, background, groups if volumes else None))
     count = len(by_group(sorted(chosen), groups)) if volumes else len(kept)
-    return ConvertReport(len(kept), count, classes, {part: len(names) for part, names in parts.items()})
+    report = ConvertReport(len(kept), count, classes, {part: len(names) for part, names in parts.items()})
+    return report, _describe(parts, classes, about, groups if volumes else None)
 
 
 def _open(path: Path) -> Mapping[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever NumPy and zipfile say of a file that is none of theirs
         raise DataError(f"cannot be read ({error})", where=str(path), expected="a packed npz file") from None
     kinds = ("images", "images_len", "labels", "labels_len")
     whole = all(key in arrays for key in (*kinds, "volume"))
@@ -159,24 +187,54 @@ def _open(path: Path) -> Mapping[str, Array]:
     return arrays
 
 
+def _names(array: Array, key: str) -> list[str]:
+    """Names that files can have."""
+    if array.ndim != 1 or array.dtype.kind != "U":
+        raise DataError(f"{key} is a {array.dtype} array of shape {array.shape}", expected="a list of names (texts)")
+    return [file_name(name) for name in array.tolist()]
+
+
 def _volumes(names: Array) -> list[_Scan]:
     slices: dict[str, list[int]] = {}
-    for index, name in enumerate(names.tolist()):
+    for index, name in enumerate(_names(names, "volume")):
         slices.setdefault(name, []).append(index)
     return [_Scan(name, "", tuple(indices), stacked=True) for name, indices in slices.items()]
 
 
 def _images(arrays: Mapping[str, Array]) -> list[_Scan]:
-    return [
+    scans = [
         _Scan(name, prefix, (index,), stacked=False)
         for prefix in _PREFIXES.values()
-        for index, name in enumerate(arrays.get(f"{prefix}names", np.array([])).tolist())
+        if f"{prefix}names" in arrays
+        for index, name in enumerate(_names(arrays[f"{prefix}names"], f"{prefix}names"))
     ]
+    if twice := [name for name, count in Counter(scan.name for scan in scans).items() if count > 1]:
+        raise DataError("two images of this name", case=twice[0], expected="a name of its own for every image")
+    return scans
+
+
+def _blobs(arrays: Mapping[str, Array], prefix: str) -> tuple[_Blobs, _Blobs]:
+    """Images and labels under a prefix, as many as there are names, of lengths that add up to their bytes."""
+    count = len(arrays["volume" if not prefix else f"{prefix}names"])
+    found = []
+    for key in (f"{prefix}images", f"{prefix}labels"):
+        data, lengths = arrays[key], arrays[f"{key}_len"]
+        if data.dtype != np.uint8 or data.ndim != 1:
+            raise DataError(f"{key} is a {data.dtype} array of shape {data.shape}", expected="bytes (uint8, one axis)")
+        if lengths.dtype.kind not in "iu" or lengths.shape != (count,) or (lengths < 0).any():
+            raise DataError(
+                f"{key}_len is a {lengths.dtype} array of shape {lengths.shape}",
+                expected=f"{count} lengths, one for each name, none of them negative",
+            )
+        if (total := sum(lengths.tolist())) != len(data):
+            raise DataError(f"{key}_len adds up to {total}", expected=f"{len(data)}, the bytes of {key}")
+        found.append(_Blobs(key, data, np.cumsum(lengths, dtype=np.int64) - lengths, lengths))
+    return found[0], found[1]
 
 
 def _join(source: _Blobs, scan: _Scan) -> Array:
     """A volume ``([channels,] z, y, x)``, or an image ``([channels,] y, x)``."""
-    slices = [source.read(index) for index in scan.slices]
+    slices = [source.read(index, scan.name) for index in scan.slices]
     if not scan.stacked:
         return np.ascontiguousarray(slices[0])
     if len({array.shape for array in slices}) > 1:
@@ -212,19 +270,13 @@ def _draw(names: Sequence[str], count: int | None, seed: int) -> list[str]:
     return [names[index] for index in sorted(chosen.tolist())]
 
 
-def _describe(
-    parts: Mapping[str, Sequence[str]],
-    classes: int,
-    names: Sequence[str] | None,
-    ignored: int,
-    background: int | None,
-    groups: str | None,
-) -> str:
-    """The ``segcal.toml``. Training scans are those that no list names. JSON's texts and lists are TOML's too."""
-    lines = ["# Written by segcal.", f"classes = {classes}", f"ignore_index = {ignored}", background_line(background)]
-    if names is not None:
-        lines.append(f"class_names = {json.dumps(list(names))}")
+def _describe(parts: Mapping[str, Sequence[str]], classes: int, about: Known, groups: str | None) -> str:
+    """The ``segcal.toml``. Training scans are those that no list names."""
+    lines = ["# Written by segcal.", f"classes = {classes}", f"ignore_index = {about.ignore_index}"]
+    lines.append(background_line(about.background))
+    if about.class_names is not None:
+        lines.append(f"class_names = {toml_texts(about.class_names)}")
     if groups is not None:
-        lines.append(f"groups = {json.dumps(groups)}")
-    lines += ["", "[splits]", *(f"{part} = {json.dumps(list(parts[part]))}" for part in parts if part != "train")]
+        lines.append(f"groups = {toml_text(groups)}")
+    lines += ["", "[splits]", *(f"{part} = {toml_texts(parts[part])}" for part in parts if part != "train")]
     return "\n".join(lines) + "\n"
