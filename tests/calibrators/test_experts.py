@@ -71,6 +71,27 @@ def test_sums_are_what_autograd_finds(features, classes):
             assert np.allclose(sums.curvature[e], second, rtol=1e-9, atol=1e-8)
 
 
+def test_sums_of_vector_scaling_are_those_of_its_matrix():
+    z, y, weights = awkward(n=3000)
+    scale, bias = np.random.default_rng(0).normal(1, 0.3, (2, 4))
+    vector = expert_sums(
+        Rows.of(z, y, weights.numpy(), "own-logit", 1),
+        np.stack((scale, bias), 1)[None],
+        "own-logit",
+        curvature=True,
+        threads=2,
+    )
+    matrix = expert_sums(
+        Rows.of(z, y, weights.numpy(), "logits", 1), np.c_[np.diag(scale), bias][None], "logits", curvature=True
+    )
+    own = np.arange(4)
+    places = np.stack((own * 5 + own, own * 5 + 4), 1)  # of the diagonal and the biases in the matrix (4, 5), flat
+    assert vector.nll == pytest.approx(matrix.nll, rel=1e-13)
+    assert np.allclose(vector.gradient[0], matrix.gradient[0].ravel()[places], rtol=1e-12, atol=1e-10)
+    expected = matrix.curvature[0][np.ix_(places.ravel(), places.ravel())]
+    assert np.allclose(vector.curvature[0], expected, rtol=1e-10, atol=1e-9)
+
+
 @pytest.mark.parametrize("features", FEATURES)
 def test_threads_and_the_order_of_voxels_do_not_matter(features):
     z, y, weights = awkward(n=5000)
@@ -112,7 +133,7 @@ def test_the_map_is_that_of_the_formula(name):
 def as_theta(calibrator, x, classes):
     """The reference's flat parameters in the calibrator's form ``(E, K, J + 1)``."""
     if calibrator.id == "vs":
-        return np.c_[np.diag(x[:classes]), x[classes:]][None]
+        return np.stack((x[:classes], x[classes:]), 1)[None]
     theta = calibrator.identity(classes)
     if calibrator.id == "ms-c":
         weight = x[: classes**2].reshape(classes, classes).copy()
@@ -197,7 +218,7 @@ def test_penalised_optimum_is_scipys(name):
     assert calibrator.fit_report.converged
     found = []
     for weight, bias in zip(calibrator.weight, calibrator.bias, strict=True):
-        found += [weight.diagonal() if name == "vs" else weight.flatten(), bias]
+        found += [weight.flatten(), bias]
     assert float(objective(torch.cat(found))) == pytest.approx(best, abs=1e-8)
     expected = float(nll(MAPS[name](torch.from_numpy(at), z.double()), y))
     assert calibrator.fit_report.nll_after == pytest.approx(expected, abs=1e-5)

@@ -135,9 +135,10 @@ def test_voxels_without_softmax_are_nan_and_harm_no_other(features, experts):
 
 
 def test_a_map_of_other_classes_is_refused():
-    expert_map = example_map("gaps", 4, 4)
-    with pytest.raises(InputError, match="logits have 3 classes; expected 4"):
-        apply_experts(torch.zeros(5, 3), expert_map, keep=True)
+    vector = ExpertMap("own-logit", torch.ones(1, 4, 1), torch.zeros(1, 4))
+    for expert_map in (example_map("gaps", 4, 4), vector):
+        with pytest.raises(InputError, match="logits have 3 classes; expected 4"):
+            apply_experts(torch.zeros(5, 3), expert_map, keep=True)
     with pytest.raises(InputError, match="logits have 5 classes; expected 4"):
         expert_gradient(torch.zeros(2, 5), torch.zeros(2), torch.ones(2, dtype=torch.bool), expert_map)
 
@@ -248,3 +249,35 @@ def test_nan_of_a_valid_voxel_stays_with_its_expert(features):
         undefined = np.isnan(values).reshape(4, -1).any(1)
         assert undefined.sum() == 1
     assert np.isnan(found[0][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", CLASSES)
+def test_vector_scaling_is_the_matrix_with_its_diagonal(classes, dtype):
+    random = torch.Generator().manual_seed(0)
+    scale = 0.8 + 0.4 * torch.rand(classes, generator=random).double()
+    bias = torch.randn(1, classes, generator=random).double()
+    vector = ExpertMap("own-logit", scale.view(1, classes, 1), bias)
+    matrix = ExpertMap("logits", scale.diag()[None], bias)
+    for kind, keep in itertools.product(KINDS, (False, True)):
+        z = awkward(classes, kind, dtype)
+        assert torch.allclose(vector(z.double()), matrix(z.double()), rtol=1e-12, atol=1e-12)
+        found, expected = (apply_experts(z, own, keep=keep) for own in (vector, matrix))
+        assert found.dtype == dtype
+        possible = ~torch.isneginf(expected)
+        assert torch.equal(possible, ~torch.isneginf(found))
+        size = expected.where(possible, torch.zeros((), dtype=dtype)).abs().amax(1, keepdim=True).double()
+        allowed = (2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps) * (1 + size)
+        assert ((found.double() - expected.double()).abs() <= allowed)[possible].all(), kind
+        if keep:
+            assert torch.equal(found.argmax(1), z.argmax(1))
+        if kind != "impossible":
+            y = torch.randint(0, classes, (len(z),), generator=random)
+            valid = torch.rand(len(z), generator=random) < 0.8
+            for counted in (valid, torch.ones_like(valid)):
+                own_nll, own = expert_gradient(z, y, counted, vector)
+                full_nll, full = expert_gradient(z, y, counted, matrix)
+                assert own_nll == pytest.approx(full_nll, rel=1e-5)
+                size = np.abs(z.double().numpy()).sum()
+                assert np.abs(own[0, :, 0] - np.diag(full[0])).max() < 1e-6 * size
+                assert np.abs(own[0, :, 1] - full[0, :, -1]).max() < 1e-5 * len(z)

@@ -38,7 +38,7 @@ class MatrixScaling(ExpertCalibrator):
         return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)
 
 
-class VectorScaling(MatrixScaling):
+class VectorScaling(ExpertCalibrator):
     """``vs``: ``S(a z + b)``, a scale and a bias per class (Guo et al., ICML 2017). Sees the gauge of the logits.
 
     Examples:
@@ -51,17 +51,15 @@ class VectorScaling(MatrixScaling):
     """
 
     id = "vs"
+    translation_invariant = False
+    preserves = None
+    features = "own-logit"
+    routed = False
 
     @property
     def score_map(self) -> AffineMap:
         """The map, to be fused into other passes."""
-        return AffineMap(self.weight[0].diagonal(), self.bias[0])
-
-    def basis(self, num_classes: int) -> NDArray[np.float64]:
-        """Diagonal and biases."""
-        unit = np.eye(num_classes * (num_classes + 1)).reshape(num_classes, num_classes + 1, -1)
-        own = np.arange(num_classes)
-        return np.asarray(np.concatenate((unit[own, own], unit[own, -1])).T)
+        return AffineMap(self.weight[0, :, 0], self.bias[0])
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:

@@ -46,6 +46,8 @@ _GAIN, _DAMPED_GAIN, _DAMPED_SAMPLE_GAIN = 1e-7, 5e-7, 1e-12
 # The projected gradient at which damped steps end all the same. Where classes can nearly be told apart, parameters go
 # far for little: a gradient of 1e-8 over a hundred units is 1e-6.
 _FLAT = 1e-12
+# Classes that a note lists.
+_LISTED = 20
 
 
 def sample_voxels(calibrator: ExpertCalibrator, num_classes: int, *, everything: bool) -> int:
@@ -187,14 +189,14 @@ def _penalties(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArra
     notes = []
     if starved and experts > 1:
         parents = _pooled(calibrator, first, centre)
-        few = ", ".join(f"{names[e]} ({voxels[e]:,})" for e in starved)
+        few = _listed([f"{names[e]} ({voxels[e]:,})" for e in starved])
         notes.append(f"predicted too rarely for an expert of its own, so shrunk toward the pooled map: {few}")
     elif starved:
         notes.append(
             f"{first.total:,} voxels are few for {size} parameters, so the map is shrunk toward temperature scaling"
         )
     if absent:
-        listed = ", ".join(names[k] for k in absent)
+        listed = _listed([names[k] for k in absent])
         notes.append(f"never true, so their part of the map is shrunk toward temperature scaling: {listed}")
     penalties = []
     for e in range(experts):
@@ -213,7 +215,7 @@ def _penalties(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArra
             penalty.add(matrix, calibrator.identity(classes)[e].ravel())
         if not calibrator.constrained and not calibrator.shrinkage:
             shifts = np.kron(np.ones((outputs, 1)), np.eye(inputs))  # of a column of theta, alike for all classes
-            seen = np.full(inputs, calibrator.off_diagonal > 0)
+            seen = np.full(inputs, calibrator.off_diagonal > 0 or features == "own-logit")
             seen[-1] = calibrator.bias_penalty > 0
             if basis is not None:  # a shift that the basis cannot express is no gauge: it would change the map
                 left = shifts - basis @ np.linalg.lstsq(basis, shifts, rcond=None)[0]
@@ -221,6 +223,11 @@ def _penalties(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArra
             penalty.add(_GAUGE / outputs * (shifts * ~seen) @ shifts.T, centre[e].ravel())
         penalties.append(penalty)
     return penalties, notes
+
+
+def _listed(names: list[str]) -> str:
+    """Names in a row, of many the first."""
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _pooled(calibrator: ExpertCalibrator, first: FirstPass, centre: FloatArray) -> FloatArray:

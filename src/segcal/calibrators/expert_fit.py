@@ -89,6 +89,8 @@ def expert_sums(
     with ThreadPoolExecutor(threads) as pool:
         parts = list(pool.map(lambda own: _sums(rows, theta, features, own, curvature), turns))
     total = _Part(*(np.sum(numbers, 0) for numbers in zip(*parts, strict=True)))
+    if features == "own-logit":
+        return Sums(total.nll, total.gradient, total.products if curvature else None)
     second = [_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in total.products]
     return Sums(total.nll, total.gradient, np.stack(second) if curvature else None)
 
@@ -102,6 +104,8 @@ class _Part(NamedTuple):
 
 
 def _sums(rows: Rows, theta: FloatArray, features: Features, pieces: Pieces, curvature: bool) -> _Part:
+    if features == "own-logit":
+        return _vector_sums(rows, theta, pieces, curvature)
     experts, outputs, inputs = theta.shape
     nll, gradient = np.zeros(experts), np.zeros(theta.shape)
     products = np.zeros((experts, _pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
@@ -117,6 +121,34 @@ def _sums(rows: Rows, theta: FloatArray, features: Features, pieces: Pieces, cur
             q = _pull_back(p, winner, features).T
             weighted = np.concatenate((_products(q * np.sqrt(weight)), np.abs(q) * weight))
             products[e] += weighted @ _products(np.ascontiguousarray(x.T)).T
+    return _Part(nll, gradient, products)
+
+
+def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool) -> _Part:
+    """For vector scaling ``theta (1, C, 2)``: the curvature by its 2 C parameters, ``(1, 2 C, 2 C)``.
+
+    With ``u = (p_k z_k, p_k)`` of all classes it is ``sum w (D - u u')``; D has the blocks ``p_k (z_k, 1) (z_k, 1)'``.
+    """
+    (scale, bias), classes = theta[0].T, theta.shape[1]
+    nll, gradient = np.zeros(1), np.zeros(theta.shape)
+    products = np.zeros((1, 2 * classes, 2 * classes) if curvature else 0)
+    blocks = np.zeros((classes, 2, 2))
+    for _, piece in pieces:
+        z, weight, target, winner = rows.x[piece, :-1], rows.weight[piece], rows.target[piece], rows.winner[piece]
+        never = None if rows.impossible is None else rows.impossible[piece]
+        losses, p = _softmax(z * scale + bias, target, winner, "own-logit", never)
+        nll += weight @ losses
+        slope = p.copy()
+        slope[np.arange(len(z)), target] -= 1
+        gradient[0] += np.stack((weight @ (slope * z), weight @ slope), 1)
+        if curvature:
+            u = np.stack((p * z, p), 2).reshape(len(z), -1) * np.sqrt(weight)[:, None]
+            products[0] -= u.T @ u
+            first = weight @ (p * z)
+            blocks += np.stack((weight @ (p * z * z), first, first, weight @ p), 1).reshape(classes, 2, 2)
+    if curvature:
+        own = np.arange(classes)
+        products.reshape(classes, 2, classes, 2)[own, :, own] += blocks
     return _Part(nll, gradient, products)
 
 

@@ -104,6 +104,8 @@ class ExpertCalibrator(Calibrator):
         """The parameters ``(E, K, J + 1)`` that change nothing."""
         experts = experts or (num_classes if self.routed else 1)
         outputs = num_classes - (self.features == "gaps")
+        if self.features == "own-logit":
+            return np.tile([1.0, 0.0], (experts, outputs, 1))
         theta = np.zeros((experts, outputs, outputs + 1))
         theta[:, :, :-1] = np.eye(outputs)
         if self.features == "margins" and experts > 1:

@@ -45,6 +45,8 @@ def odir(num_classes: int, features: Features, winner: int, off_diagonal: float,
     W and b are those of the equivalent matrix scaling: of the logits in class order, for gaps in rank order. The
     identity has no off-diagonal and no bias, so it is a centre of the penalty.
     """
+    if features == "own-logit":  # there is nothing off the diagonal
+        return np.diag(np.tile([0.0, 2 * bias / num_classes], num_classes))
     linear_w, linear_b = _equivalent(num_classes, features, winner)
     outside = ~np.eye(num_classes, dtype=bool).ravel()
     w, b = linear_w[outside], linear_b

@@ -26,11 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels import apply_loops, binned_loops, expert_loops
+from segcal.kernels import apply_loops, binned_loops, expert_loops, vector_loops
 from segcal.kernels.expert_cpu import pack
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
 from segcal.kernels.pool import in_threads
+from segcal.kernels.vector_loops import Vector
 from segcal.kernels.voxels import PIECE_VOXELS
 
 # Scores in a block: while one is worked on, memory is asked for the next, and both shall be in the second cache.
@@ -68,6 +69,8 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
         tensor([[0.8808, 0.1192]])
     """
     classes = logits.shape[1]
+    if expert_map.features == "own-logit":
+        return _apply_vector(logits, Vector.of(expert_map, classes), keep, threads)
     experts = pack(expert_map, classes)
 
     def new_loop(rounding: int) -> Loop:
@@ -75,6 +78,18 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
         block, scratch = apply_loops.new_block(classes, size), expert_loops.new_scratch(classes, experts, size)
         return lambda x, start, stop, out, to: expert_loops.apply_range(
             x, start, stop, experts, keep, rounding, block, scratch, out, to
+        )
+
+    return _map(logits, new_loop, threads)
+
+
+def _apply_vector(logits: Tensor, vector: Vector, keep: bool, threads: int | None) -> Tensor:
+    classes, size = logits.shape[1], block_size(logits.shape[1], _SCORES)
+
+    def new_loop(rounding: int) -> Loop:
+        block, kept = apply_loops.new_block(classes, size), np.zeros(size, np.int32)
+        return lambda x, start, stop, out, to: vector_loops.apply_range(
+            x, start, stop, vector, keep, rounding, block, kept, out, to
         )
 
     return _map(logits, new_loop, threads)

@@ -13,17 +13,18 @@ Features, scores and slopes of a voxel are float32; sums over up to 1024 voxels 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.errors import InputError
-from segcal.kernels import apply_loops, gradient_loops
+from segcal.kernels import apply_loops, gradient_loops, vector_loops
 from segcal.kernels import expert_loops as loops
 from segcal.kernels.experts import ExpertMap, Features
 from segcal.kernels.pieces_cpu import as_voxels, block_size, matrix, workers
 from segcal.kernels.pool import in_threads
+from segcal.kernels.vector_loops import Vector, new_scratch
 
 FloatArray = NDArray[np.float64]
 
@@ -39,8 +40,7 @@ _PARTS, _NUMBERS = 8, 2**23
 
 def pack(expert_map: ExpertMap, classes: int) -> loops.Experts:
     """The map as ``weight (E, K, J)``, with columns for margins or gaps, then the common number, then the bias."""
-    if classes != expert_map.num_classes:
-        raise InputError(f"logits have {classes} classes", expected=f"{expert_map.num_classes}, as the map has")
+    expert_map.check_classes(classes)
     weight = expert_map.weight.detach().double().cpu().numpy()
     bias = expert_map.bias.detach().double().cpu().numpy()[:, :, None]
     if expert_map.features in ("margins", "gaps"):
@@ -91,24 +91,27 @@ def expert_gradient(
         >>> nll.round(4), gradient[0, :, -1]
         (array([0.6931]), array([ 0.5, -0.5]))
     """
-    classes = logits.shape[1]
-    experts = pack(expert_map, classes)
+    classes, size = logits.shape[1], block_size(logits.shape[1])
+    experts: Any
+    if expert_map.features == "own-logit":
+        experts, shape, loop = Vector.of(expert_map, classes), (1, classes, 2), vector_loops.gradient_range
+    else:
+        experts, loop = pack(expert_map, classes), gradient_loops.gradient_range
+        shape = (*experts.weight.shape[:2], loops.padded(experts.weight.shape[2]))
     voxels = as_voxels(logits, labels, valid)
-    count, outputs, inputs = experts.weight.shape
-    shape = count, outputs, loops.padded(inputs)
     parts = max(1, min(_PARTS, _NUMBERS // int(np.prod(shape))))
     threads = min(workers(voxels, threads), parts)
 
     def work(turn: int) -> list[tuple[FloatArray, FloatArray]]:
-        size = block_size(classes)
-        block, scratch = apply_loops.new_block(classes, size), loops.new_scratch(classes, experts, size)
+        block = apply_loops.new_block(classes, size)
+        scratch = new_scratch(size) if isinstance(experts, Vector) else loops.new_scratch(classes, experts, size)
         sums = []
         for part in range(turn, parts, threads):
-            nll, total = np.zeros(count), np.zeros(shape)
+            nll, total = np.zeros(shape[0]), np.zeros(shape)
             for piece in itertools.islice(voxels.pieces(), part, None, parts):
                 x, columns = matrix(voxels, piece)
                 counted = voxels.flat(valid, piece).numpy()
-                gradient_loops.gradient_range(
+                loop(
                     x, columns.start, columns.stop,
                     np.ascontiguousarray(voxels.flat(labels, piece).numpy(), np.int64),
                     np.zeros(0, np.bool_) if counted.all() else np.ascontiguousarray(counted, np.bool_),
@@ -120,7 +123,9 @@ def expert_gradient(
     by_thread = in_threads(work, threads)
     in_order = [by_thread[part % threads][part // threads] for part in range(parts)]
     nll, total = np.sum([nll for nll, _ in in_order], 0), np.sum([total for _, total in in_order], 0)
-    return nll, _gradient(total[:, : expert_map.weight.shape[1], :inputs], expert_map.features)
+    if isinstance(experts, Vector):
+        return nll, total
+    return nll, _gradient(total[:, : expert_map.weight.shape[1], : experts.weight.shape[2]], expert_map.features)
 
 
 def _gradient(total: FloatArray, features: Features) -> FloatArray:

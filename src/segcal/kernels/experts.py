@@ -7,6 +7,7 @@ and ``u`` gives the calibrated scores ``s (C)``, which count up to a constant:
 features       x                                          s                                       J, K
 =============  =========================================  ======================================  ======
 ``logits``     z                                          u                                       C
+``own-logit``  z_k, for the score of class k              u                                       1, C
 ``log-probs``  log S(z)                                   u                                       C
 ``margins``    z_winner - z_k, by class                   -u, and 0 for the winner                C
 ``gaps``       differences of neighbours, sorted falling  0, then -cumsum(u), back in class order C - 1
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from segcal.errors import InputError
 
-Features = Literal["logits", "log-probs", "margins", "gaps"]
+Features = Literal["logits", "own-logit", "log-probs", "margins", "gaps"]
 
 IMPOSSIBLE = 30.0
 
@@ -48,16 +49,22 @@ class ExpertMap:
 
     def __post_init__(self) -> None:
         experts, outputs, inputs = self.weight.shape
-        if outputs != inputs or self.bias.shape != (experts, outputs) or experts not in (1, self.num_classes):
+        fits = (experts, inputs) == (1, 1) if self.features == "own-logit" else outputs == inputs
+        if not fits or self.bias.shape != (experts, outputs) or experts not in (1, self.num_classes):
             raise InputError(
                 f"weight has shape {tuple(self.weight.shape)} and bias {tuple(self.bias.shape)}",
-                expected="(E, K, K) and (E, K), with one expert or one per class",
+                expected="(E, K, K) and (E, K), with one expert or one per class; (1, C, 1) for 'own-logit'",
             )
 
     @property
     def num_classes(self) -> int:
         """C."""
         return self.weight.shape[1] + (self.features == "gaps")
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raise unless this map is one of scores of so many classes."""
+        if num_classes != self.num_classes:
+            raise InputError(f"logits have {num_classes} classes", expected=f"{self.num_classes}, as the map has")
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Calibrated scores of logits ``(N, C, *spatial)``, differentiable in everything."""
@@ -66,7 +73,11 @@ class ExpertMap:
         column = (-1, *[1] * (logits.ndim - 2))
         mapped = torch.zeros_like(seen.x)
         for e in range(len(weight)):
-            own = torch.einsum("kj,nj...->nk...", weight[e], seen.x) + bias[e].view(column)
+            if self.features == "own-logit":
+                product = weight[e].view(column) * seen.x
+            else:
+                product = torch.einsum("kj,nj...->nk...", weight[e], seen.x)
+            own = product + bias[e].view(column)
             mapped = own if len(weight) == 1 else torch.where(seen.winner.unsqueeze(1) == e, own, mapped)
         scores = to_scores(mapped, seen, self.features)
         return torch.where(torch.isneginf(logits), -torch.inf, scores)
@@ -91,7 +102,7 @@ def describe(logits: Tensor, features: Features) -> Described:
     """
     best, winner = logits.amax(1, keepdim=True), logits.argmax(1)
     possible = torch.where(torch.isneginf(logits), best - IMPOSSIBLE, logits)
-    if features == "logits":
+    if features in ("logits", "own-logit"):
         return Described(possible, winner, None)
     if features == "log-probs":
         return Described(possible.log_softmax(1), winner, None)
@@ -103,7 +114,7 @@ def describe(logits: Tensor, features: Features) -> Described:
 
 def to_scores(mapped: Tensor, seen: Described, features: Features) -> Tensor:
     """Scores ``(N, C, *spatial)`` in class order from what the experts return."""
-    if features in ("logits", "log-probs"):
+    if features in ("logits", "own-logit", "log-probs"):
         return mapped
     if features == "margins":
         return (-mapped).scatter(1, seen.winner.unsqueeze(1), 0.0)

@@ -58,7 +58,7 @@ def _to_scores(s, size, features, running, scores):
 
 
 @elementwise
-def _slopes(b, size, target, losses):
+def slopes(b, size, target, losses):
     """Turn scores into the loss's slopes by them, probabilities less 1 for the label, and give the losses."""
     z, best, winner, rest, inverse = b.scores, b.best, b.winner, b.rest, b.log_sum
     for i in range(size):
@@ -130,7 +130,7 @@ def gradient_range(x, start, stop, labels, valid, experts, b, s, nll, total):
         multiply(experts.weight, inputs, s.first, s.own_u)
         _to_scores(s, count, features, b.rest, b.scores)
         largest(b.scores, 0, count, b.best, b.winner)
-        _slopes(b, count, s.own_target, s.losses)
+        slopes(b, count, s.own_target, s.losses)
         _pull_back(s, count, features, b.rest, b.scores)
         for e in range(s.first.shape[0] - 1):
             if s.first[e + 1] > s.first[e]:

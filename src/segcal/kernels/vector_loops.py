@@ -1,0 +1,110 @@
+"""Compiled loops of vector scaling, a scale and a bias for each class; ``apply_cpu`` and ``expert_cpu`` call them.
+
+With margins ``m = best - z`` the scores are ``a z + b = -a m + best (a - mean a) + b``, up to a number that all classes
+share: an offset of the logits costs no precision where the scales are alike.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# (numba infers the types of compiled functions itself)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from segcal.kernels.apply_loops import largest, write_log_softmax, zeros
+from segcal.kernels.compiled import elementwise, reduction
+from segcal.kernels.experts import ExpertMap
+from segcal.kernels.gradient_loops import slopes
+
+_ONE, _NEVER = np.float32(1), np.float32(-np.inf)
+_Index = np.uint32  # unsigned indices spare numba the test for negative ones
+
+
+class Vector(NamedTuple):
+    """Scales, scales less their mean, and biases, each ``(C,)`` float32."""
+
+    scale: Any
+    tilt: Any
+    bias: Any
+
+    @classmethod
+    def of(cls, expert_map: ExpertMap, classes: int) -> Vector:
+        """From a map of each class's own logit."""
+        expert_map.check_classes(classes)
+        scale = expert_map.weight.detach().double().cpu().numpy()[0, :, 0]
+        bias = expert_map.bias.detach().double().cpu().numpy()[0]
+        return cls(*(values.astype(np.float32) for values in (scale, scale - scale.mean(), bias)))
+
+
+def new_scratch(size: int) -> tuple[Any, Any]:
+    """Labels and losses of a block."""
+    return zeros(size, dtype=torch.int32), zeros(size, dtype=torch.float64)
+
+
+@elementwise
+def _scores(x, start, size, best, vector, scores):
+    """Scores of columns from ``start`` of ``x (C, V)``; what is impossible stays so."""
+    for k in range(x.shape[0]):
+        row, target = x[k, start : start + size], scores[k]
+        scale, tilt, bias = vector.scale[k], vector.tilt[k], vector.bias[k]
+        for v in range(size):
+            score = bias + tilt * best[v] - scale * (best[v] - row[v])
+            target[v] = _NEVER if row[v] == _NEVER else score
+
+
+@elementwise
+def apply_range(x, start, stop, vector, keep, rounding, b, kept, out, to):
+    """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``.
+
+    ``keep`` keeps the argmax; ``b`` and ``kept (B,)`` are scratch memory.
+    """
+    block = b.best.shape[0]
+    for first in range(start, stop, block):
+        size = min(block, stop - first)
+        largest(x, first, size, b.best, kept)
+        _scores(x, first, size, b.best, vector, b.scores)
+        for v in range(size):
+            b.own[v] = b.scores[_Index(kept[v]), v]
+        largest(b.scores, 0, size, b.best, b.winner)
+        write_log_softmax(b, b.scores, 0, size, _ONE, keep, kept, rounding, out, to + first - start)
+
+
+@reduction
+def _add_row(row, slope, size, total):
+    """Add the sums of slope times logit, and of slope, of the voxels whose slope is not 0."""
+    first, second = 0.0, 0.0
+    for v in range(size):
+        own = np.float64(slope[v])
+        first += own * np.float64(row[v]) if own != 0.0 else 0.0
+        second += own
+    total[0] += first
+    total[1] += second
+
+
+@elementwise
+def gradient_range(x, start, stop, labels, valid, vector, b, scratch, nll, total):
+    """Add NLL ``(1,)`` and its gradient ``(1, C, 2)`` by scales and biases of columns ``start..stop`` of ``x (C, V)``.
+
+    ``labels`` and, unless empty, ``valid`` begin at ``start``; ``b`` and ``scratch`` are scratch memory.
+    """
+    target, losses = scratch
+    block, every = b.best.shape[0], valid.shape[0] == 0
+    for begin in range(start, stop, block):
+        size, offset = min(block, stop - begin), begin - start
+        largest(x, begin, size, b.best, b.winner)
+        _scores(x, begin, size, b.best, vector, b.scores)
+        for v in range(size):
+            target[v] = np.int32(labels[offset + v]) if every or valid[offset + v] else np.int32(0)
+        largest(b.scores, 0, size, b.best, b.winner)
+        slopes(b, size, target, losses)
+        for v in range(size):
+            nll[0] += losses[v] if every or valid[offset + v] else 0.0
+        for k in range(x.shape[0]):
+            row = b.scores[k]
+            if not every:
+                for v in range(size):
+                    row[v] = row[v] if valid[offset + v] else np.float32(0)
+            _add_row(x[k, begin : begin + size], row, size, total[0, k])
