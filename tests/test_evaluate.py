@@ -361,3 +361,16 @@ def test_the_pattern_of_groups_is_in_the_results_and_a_wrong_one_is_an_error_bef
     with pytest.raises(InputError, match="does not match case 'image-000'"):
         evaluate(replace(cases, groups="^scan"), metrics=("nll",), progress=read.append)
     assert not read
+
+
+def test_the_work_after_the_pass_does_not_grow_with_classes_times_regions(monkeypatch):
+    """Sums over the histograms of all classes are taken once a metric or region, not once a class."""
+    calls = []
+    total = segcal.VoxelStatistics.total
+    monkeypatch.setattr(segcal.VoxelStatistics, "total", lambda self, *region: calls.append(1) or total(self, *region))
+    counts = []
+    for classes in (3, 12):
+        calls.clear()
+        evaluate(scenes(1, size=(16, 18), num_classes=classes), regions=("everything", "boundary"))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]

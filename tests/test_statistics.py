@@ -258,3 +258,26 @@ def test_statistics_of_different_kinds_do_not_merge():
 def test_an_unknown_region_is_named():
     with pytest.raises(InputError, match="region is 'rim'; expected one of everything, left"):
         VoxelStatistics(4, regions=("left",)).total("rim")
+
+
+def test_totals_are_sums_over_the_atoms_of_a_region():
+    logits, labels = example()
+    inside = torch.zeros_like(labels, dtype=torch.bool)
+    inside[:, ::2] = True
+    stats = VoxelStatistics(4, regions=("a", "b")).update(logits, labels, regions={"a": inside, "b": labels == 1})
+    for region, bits in (("everything", 0), ("a", 1), ("b", 2), (("a", "b"), 3)):
+        chosen = [atom & bits == bits for atom in stats.layout.atoms]
+        for name, array in stats.tensors().items():
+            assert np.array_equal(getattr(stats.total(region), name), array.numpy()[chosen].sum(0)), name
+    with pytest.raises(AttributeError):
+        stats.total().nothing  # noqa: B018
+
+
+def test_memory_of_many_classes_is_what_is_documented():
+    classes = 200
+    stats = VoxelStatistics(classes, (15,)).update(torch.zeros(1, classes), torch.tensor([0]))
+    used = sum(tensor.numel() * 8 for tensor in stats.tensors().values())
+    bins, fine = len(stats.class_grid), len(stats.top_grid)
+    assert bins < 400
+    assert fine < 5000
+    assert used <= 8 * (classes**2 + 7 * classes * bins + 4 * fine) * 1.02

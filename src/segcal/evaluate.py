@@ -24,7 +24,7 @@ from segcal.case_measures import (
 from segcal.case_scores import AnyCalibrator
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.metrics import Column, confidence_balance, free_energy_std, reliability
+from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
 from segcal.metrics.diagnosis import diagnose
 from segcal.plan import DEFAULT_BINS, Plan
 from segcal.results import POOLED, Results, Row
@@ -230,15 +230,18 @@ def _reliability(pooled: VoxelStatistics, per_case: Mapping[str, Mapping[str, An
     return {
         region: {
             "top": _bins(pooled, region),
-            "classes": [_bins(pooled, region, k) for k in range(pooled.num_classes)],
+            "classes": [_plain(bins) for bins in predicted_reliability(pooled, DEFAULT_BINS, region=region)],
             "cases": {name: bins[region] for name, bins in per_case.items()},
         }
         for region in (EVERYTHING, *pooled.regions)
     }
 
 
-def _bins(statistics: VoxelStatistics, region: str, predicted: int | None = None) -> dict[str, list[float]]:
-    bins = reliability(statistics, DEFAULT_BINS, region=region, predicted=predicted)
+def _bins(statistics: VoxelStatistics, region: str) -> dict[str, list[float]]:
+    return _plain(reliability(statistics, DEFAULT_BINS, region=region))
+
+
+def _plain(bins: Reliability) -> dict[str, list[float]]:
     return {name: getattr(bins, name).tolist() for name in ("count", "confidence", "correct")}
 
 

@@ -25,7 +25,7 @@ from segcal.metrics.equal_mass import SecondPass, ace_adaptive, second_pass, tac
 from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
 from segcal.metrics.options import check_options, options_of
 from segcal.metrics.presets import PRESETS, Column, Preset, preset
-from segcal.metrics.reliability import Reliability, reliability
+from segcal.metrics.reliability import Reliability, predicted_reliability, reliability
 from segcal.metrics.segmentation import accuracy, dice_per_class, dsc, flip, miou, volume_dice
 from segcal.metrics.surfaces import asd, hd95, surface_dice
 
@@ -62,6 +62,7 @@ __all__ = [
     "miou",
     "nll",
     "options_of",
+    "predicted_reliability",
     "preset",
     "reliability",
     "sce",

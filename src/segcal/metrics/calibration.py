@@ -70,13 +70,25 @@ def confidence_balance(stats: VoxelStatistics, *, region: Region = EVERYTHING, p
         >>> float(confidence_balance(VoxelStatistics(2).update(torch.tensor([[9.0, 0.0]]), torch.tensor([1])))) > 0
         True
     """
-    total = stats.total(region)
-    losses, count = total.losses, total.confusion.sum(0)
     if predicted is not None:
         if not 0 <= predicted < stats.num_classes:
             raise InputError(f"predicted is {predicted}", expected=f"a class, 0 to {stats.num_classes - 1}")
-        losses, count = losses[predicted : predicted + 1], count[predicted : predicted + 1]
-    return Measure.ratio(float((losses[:, 0] - losses[:, 2]).sum()), int(count.sum()))
+        return class_balances(stats, region=region)[predicted]
+    total = stats.total(region)
+    return Measure.ratio(float((total.losses[:, 0] - total.losses[:, 2]).sum()), int(total.confusion.sum()))
+
+
+def class_balances(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> list[Measure]:
+    """``confidence_balance`` among the voxels predicted as each class.
+
+    Examples:
+        >>> import torch
+        >>> [one.count for one in class_balances(VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1])))]
+        [3, 0]
+    """
+    total = stats.total(region)
+    excess, count = total.losses[:, 0] - total.losses[:, 2], total.confusion.sum(0)
+    return [Measure.ratio(float(gap), int(voxels)) for gap, voxels in zip(excess, count, strict=True)]
 
 
 def ece(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:

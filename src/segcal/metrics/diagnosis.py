@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from segcal.metrics.calibration import BANDS, confidence_balance
+from segcal.metrics.calibration import BANDS, class_balances, confidence_balance
 from segcal.metrics.measure import Measure
 from segcal.statistics import VoxelStatistics
 
@@ -70,7 +70,7 @@ def diagnose(
         "threshold": BALANCED,
         "set": _finding(confidence_balance(pooled)),
         "images": {word: images.count(word) for word in ("overconfident", "underconfident", "balanced", "undefined")},
-        "classes": {name: _finding(confidence_balance(pooled, predicted=k)) for k, name in enumerate(names)},
+        "classes": {name: _finding(one) for name, one in zip(names, class_balances(pooled), strict=True)},
         "bands": {band: _finding(confidence_balance(pooled, region=band)) for band in BANDS if band in pooled.regions},
         "gauge": {"free_energy_std": float(spread), "risk": gauge_risk(spread)},
     }

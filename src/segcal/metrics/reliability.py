@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segcal.errors import InputError
+from segcal.kernels.tally import Total
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
 
@@ -73,27 +74,48 @@ def reliability(
         >>> reliability(stats).accuracy[-1]
         np.float64(0.5)
     """
-    total = statistics.total(region)
     if predicted is not None and probability_of is not None:
         raise InputError("both predicted and probability_of are given", expected="at most one of them")
+    total = statistics.total(region)
     if predicted is None and probability_of is None:
         coarse = statistics.top_grid.coarse(num_bins)
-        count, confidence, correct = total.top_count.sum(0), total.top_confidence.sum(0), total.top_count[1]
-    else:
-        if statistics.class_grid is None:
-            raise InputError("statistics without classes", fix="collect them with classwise=True")
-        coarse = statistics.class_grid.coarse(num_bins)
-        if predicted is not None:
-            count, correct = total.predicted_count[predicted].sum(0), total.predicted_count[predicted][1]
-            confidence = total.predicted_confidence[predicted].sum(0)
-        else:
-            count, correct = total.class_count[probability_of], total.class_positive[probability_of]
-            confidence = total.class_confidence[probability_of]
-    return Reliability(*(_gather(values, coarse, num_bins) for values in (count, confidence, correct)))
+        return _gathered(coarse, num_bins, total.top_count.sum(0), total.top_confidence.sum(0), total.top_count[1])
+    coarse = _class_bins(statistics, num_bins)
+    if predicted is not None:
+        return _of_predicted(total, coarse, num_bins, predicted)
+    fine = (total.class_count, total.class_confidence, total.class_positive)
+    return _gathered(coarse, num_bins, *(values[probability_of] for values in fine))
 
 
-def _gather(values: NDArray[Any], bins: NDArray[np.int64], num_bins: int) -> NDArray[Any]:
+def predicted_reliability(
+    statistics: VoxelStatistics, num_bins: int = 15, *, region: str | Sequence[str] = EVERYTHING
+) -> list[Reliability]:
+    """Reliability of the voxels predicted as each class: ``reliability(..., predicted=k)`` of all classes at once.
+
+    Examples:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([1, 0]))
+        >>> [one.count.sum() for one in predicted_reliability(stats)]
+        [np.int64(0), np.int64(2)]
+    """
+    total, coarse = statistics.total(region), _class_bins(statistics, num_bins)
+    return [_of_predicted(total, coarse, num_bins, k) for k in range(statistics.num_classes)]
+
+
+def _class_bins(statistics: VoxelStatistics, num_bins: int) -> NDArray[np.int64]:
+    if statistics.class_grid is None:
+        raise InputError("statistics without classes", fix="collect them with classwise=True")
+    return statistics.class_grid.coarse(num_bins)
+
+
+def _of_predicted(total: Total, bins: NDArray[np.int64], num_bins: int, predicted: int) -> Reliability:
+    count, confidence = total.predicted_count[predicted], total.predicted_confidence[predicted]
+    return _gathered(bins, num_bins, count.sum(0), confidence.sum(0), count[1])
+
+
+def _gathered(bins: NDArray[np.int64], num_bins: int, *fine: NDArray[Any]) -> Reliability:
     """Sums of the fine values within each coarse bin, in their own type."""
-    result = np.zeros(num_bins, values.dtype)
-    np.add.at(result, bins, values)
-    return result
+    coarse = [np.zeros(num_bins, values.dtype) for values in fine]
+    for sums, values in zip(coarse, fine, strict=True):
+        np.add.at(sums, bins, values)
+    return Reliability(*coarse)
