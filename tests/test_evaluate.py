@@ -80,10 +80,10 @@ REGIONS = ("everything", "boundary", "local")
 
 
 def test_workers_give_the_same_values():
-    metrics = ("nll", "ece", "ba-ece", "hd95")
-    assert_same_values(
-        evaluate(CASES, metrics=metrics, regions=REGIONS), evaluate(CASES, metrics=metrics, regions=REGIONS, workers=2)
-    )
+    options = {"metrics": ("nll", "ece", "ba-ece", "hd95"), "regions": REGIONS}
+    told = {workers: [] for workers in (1, 2)}
+    assert_same_values(*(evaluate(CASES, **options, workers=n, progress=told[n].append) for n in told))
+    assert told[1] == sorted(told[2]) == list(CASES.ids)
 
 
 def test_chunks_give_the_same_values(monkeypatch):

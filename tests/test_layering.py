@@ -10,7 +10,7 @@ import segcal
 SOURCE = Path(segcal.__file__).parent
 LAYERS = [
     {"errors"},
-    {"types", "files", "inference", "threads"},
+    {"types", "files", "inference", "threads", "workers"},
     {"results", "folders"},
     {"scores"},
     {"cases", "kernels"},

@@ -61,6 +61,16 @@ class OutputError(SegcalError):
     """A result could not be written."""
 
 
+class WorkerError(SegcalError):
+    """A worker process was ended from outside."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a worker process died, probably for lack of memory",
+            fix="use fewer workers; commands with --resume go on where they stopped",
+        )
+
+
 class MissingExtraError(SegcalError, ImportError):
     """A library behind an optional extra is not installed."""
 

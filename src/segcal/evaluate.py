@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -31,6 +29,7 @@ from segcal.results import POOLED, Results, Row
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.threads import torch_threads
 from segcal.types import Case
+from segcal.workers import in_workers
 
 DEFAULT_METRICS = ("nll", "brier", "ece", "mce", "ace", "cece", "ba-ece", "dsc", "accuracy", "confidence-balance")
 
@@ -66,7 +65,7 @@ def evaluate(
             reading every case a second time; in one pass the edges lie within 1/4096 of where they should.
         workers: Processes; each takes a share of the cases.
         seed: Of the local patches; every case has its own.
-        progress: Called with the name of each case before it is read; only with one worker.
+        progress: Called with the name of each case before it is read.
 
     Examples:
         >>> import segcal
@@ -153,13 +152,9 @@ class _Run(NamedTuple):
         """``function(plan, cases, calibrators, *arguments)`` of every share of the cases."""
         if self.workers == 1:
             return [function(self.plan, self.cases, self.calibrators, *arguments, progress=self.progress)]
-        # Spawned, not forked: a forked copy of a process that has used OpenMP or numba threads may hang.
-        context = multiprocessing.get_context("spawn")
-        threads = max(1, torch.get_num_threads() // self.workers)
-        with ProcessPoolExecutor(self.workers, context, torch.set_num_threads, (threads,)) as pool:
-            shares = [self.cases.shard(rank, self.workers) for rank in range(self.workers)]
-            waiting = [pool.submit(function, self.plan, share, self.calibrators, *arguments) for share in shares]
-            return [future.result() for future in waiting]
+        shares = [self.cases.shard(rank, self.workers) for rank in range(self.workers)]
+        calls = [(self.plan, share, self.calibrators, *arguments) for share in shares]
+        return in_workers(function, calls, self.progress)
 
 
 class _Share(NamedTuple):
@@ -172,9 +167,7 @@ class _Share(NamedTuple):
     pooled: VoxelStatistics
 
 
-def _first_share(
-    plan: Plan, cases: CaseSet, calibrators: _Calibrators, progress: Progress = lambda case: None
-) -> dict[str, _Share]:
+def _first_share(plan: Plan, cases: CaseSet, calibrators: _Calibrators, *, progress: Progress) -> dict[str, _Share]:
     found = {name: _Share([], [], [], {}, plan.statistics(cases.num_classes)) for name in calibrators}
     for case in cases:
         progress(case.id)
@@ -196,7 +189,8 @@ def _second_share(
     cases: CaseSet,
     calibrators: _Calibrators,
     second: Mapping[str, SecondPasses],
-    progress: Progress = lambda case: None,
+    *,
+    progress: Progress,
 ) -> dict[str, SecondPasses]:
     own = {name: {number: one.empty_like() for number, one in passes.items()} for name, passes in second.items()}
     for case in cases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -12,6 +13,7 @@ from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
+from segcal.cli.interrupt import stoppable
 from segcal.cli.train import convert_command, train_command
 from segcal.errors import SegcalError
 
@@ -26,16 +28,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
 )
-app.command("check")(check_command)
-app.command("evaluate")(evaluate_command)
-app.command("fit")(fit_command)
-app.command("apply")(apply_command)
-app.command("compare")(compare_command)
-app.command("pack")(pack_command)
-app.command("scenes")(scenes_command)
-app.command("demo")(demo_command)
-app.command("train")(train_command)
-app.command("convert")(convert_command)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "check": check_command,
+    "evaluate": evaluate_command,
+    "fit": fit_command,
+    "apply": apply_command,
+    "compare": compare_command,
+    "pack": pack_command,
+    "scenes": scenes_command,
+    "demo": demo_command,
+    "train": train_command,
+    "convert": convert_command,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(stoppable(_command))
 
 
 def main() -> None:

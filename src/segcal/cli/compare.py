@@ -6,23 +6,20 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from segcal.calibrators import CALIBRATORS
-from segcal.cli.console import err, out
+from segcal.cli.console import out, study_progress
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data
 from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
 from segcal.cli.study import show_study
-from segcal.compare import Step, compare
+from segcal.compare import compare
 from segcal.compare.engine import STUDY_METRICS
 from segcal.errors import InputError, SegcalError
 from segcal.regions import REGIONS
@@ -145,15 +142,6 @@ def compare_command(
         show_study(study, report)
     if all(method["status"] == "failed" for method in study.document["methods"][1:]):
         raise SegcalError("every method failed", where="--methods", fix="the reasons are among the notes above")
-
-
-@contextmanager
-def study_progress() -> Iterator[Callable[[Step], None]]:
-    """A progress bar with the time that is left; silent when not a terminal."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("comparing", total=None)
-        yield lambda step: bar.update(task, description=escape(step.name), completed=step.done, total=step.total)
 
 
 def load_model(text: str) -> Callable[..., Any]:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
+from segcal.compare import Step
 from segcal.errors import SegcalError
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+#: Seconds between two lines of progress where no bar can be drawn.
+EVERY = 60.0
+# Seconds between two looks at the clock.
+_LOOK = 1.0
 
 
 def show_error(error: SegcalError) -> None:
@@ -26,33 +43,89 @@ def show_error(error: SegcalError) -> None:
         err.print(f"  [green]to fix[/]   {escape(error.fix)}", soft_wrap=True)
 
 
+class Pulse:
+    """Where no one watches a bar: a line a minute that says how far a command is, and none for a short one."""
+
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._place, self._clock = title, "", clock
+        self._started = self._said = clock()
+
+    def at(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """Note where the command is."""
+        counted = "" if total is None else f"{done:,} of {total:,} done, "
+        self._place = f": {counted}{name}"
+
+    def beat(self) -> None:
+        """Print the line if it is time for it."""
+        now = self._clock()
+        if now - self._said >= EVERY:
+            self._said = now
+            minutes, seconds = divmod(int(now - self._started), 60)
+            line = f"{self._title}{self._place} (after {minutes} min {seconds} s)"
+            err.print(line, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Look at the clock all the time: a single step may take many minutes."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_LOOK):
+                self.beat()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar that is moved on by calling it with the name of the next item; silent when not a terminal."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        started = False
+    """A progress bar that is moved on by calling it with the name of the next item; a line a minute elsewhere."""
+    done = -1  # The first item begins when nothing is done.
+    with _shown(title, MofNCompleteColumn()) as show:
 
         def step(name: str) -> None:
-            nonlocal started
-            bar.update(task, advance=int(started), description=f"{title} {escape(name)}")
-            started = True
+            nonlocal done
+            done += 1
+            show(Step(name, done, total))
 
+        show(Step("", 0, total))
         yield step
 
 
 @contextmanager
+def study_progress() -> Iterator[Callable[[Step], None]]:
+    """A progress bar of a study; a line a minute elsewhere."""
+    with _shown("comparing", TaskProgressColumn()) as show:
+        yield show
+
+
+@contextmanager
 def waiting(title: str) -> Iterator[Callable[[str], None]]:
-    """A spinner for work of unknown length, silent when not a terminal; called with the name of a step, it shows it."""
+    """A spinner for work of unknown length, or a line a minute; called with the name of a step, it shows it."""
     if not err.is_terminal:
-        yield lambda step: None
+        pulse = Pulse(title)
+        with pulse.beating():
+            yield pulse.at
         return
     with err.status(title) as status:
         yield lambda step: status.update(f"{title}: {escape(step)}")
+
+
+@contextmanager
+def _shown(title: str, counted: ProgressColumn) -> Iterator[Callable[[Step], None]]:
+    if not err.is_terminal:
+        pulse = Pulse(title)
+        with pulse.beating():
+            yield lambda step: pulse.at(*step)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda step: bar.update(
+            task, description=f"{title} {escape(step.name)}", completed=step.done, total=step.total
+        )

@@ -17,8 +17,7 @@ from segcal.calibrators import Calibrator, load
 from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import check
-from segcal.cli.compare import study_progress
-from segcal.cli.console import out, progress
+from segcal.cli.console import out, progress, study_progress
 from segcal.cli.data import show_check
 from segcal.cli.evaluate import show_results
 from segcal.cli.study import show_study

@@ -24,12 +24,13 @@ def train_command(
     Example: segcal train run.toml && segcal evaluate run/logits-test
     """
     trainer = Trainer(load_config(config), resume=resume)
+    if not trainer.processes.first:  # The first process speaks for all.
+        trainer.fit()
+        return
     with progress("training", trainer.steps_left) as step:
         report = trainer.fit(step)
     with progress("writing logits", trainer.cases_to_write) as step:
         trainer.write_logits(step)
-    if not trainer.processes.first:
-        return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("epochs", f"{report.epochs}, {report.seconds:.1f} s" + (" since resuming" if resume else ""))
     scans = ", ".join(f"{len(names)} {part}" for part, names in trainer.parts.items())

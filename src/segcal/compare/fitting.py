@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.cases import CaseSet
 from segcal.compare.cache import Store, content_key
 from segcal.compare.settings import Select, Tune
-from segcal.errors import SegcalError
+from segcal.errors import SegcalError, WorkerError
 from segcal.tuning import tune
-
-_DIED = "its process was ended from outside, most likely for want of memory"
+from segcal.workers import worker_pool
 
 
 @dataclass(frozen=True)
@@ -83,28 +79,24 @@ def _here(tasks: Sequence[FitTask], store: Store) -> Iterator[tuple[FitTask, dic
 
 
 def _in_processes(tasks: Sequence[FitTask], store: Store, workers: int) -> Iterator[tuple[FitTask, dict[str, Any]]]:
-    # Spawned, not forked: a forked copy of a process that has used OpenMP or numba threads may hang. The threads do
-    # not depend on how many tasks are left, so that a study that goes on computes what it would have computed.
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // workers)
+    # The processes share torch's threads however few tasks are left, so that a study that goes on computes what it
+    # would have computed.
     left = list(tasks)
     together = True
     while left:
         # After a process died, a task has a pool of its own, which shows whether the fault was its.
         some = left if together else left[:1]
-        pool = ProcessPoolExecutor(workers, context, torch.set_num_threads, (threads,))
         try:
-            waiting = {pool.submit(run_fit, task, store.folder): task for task in some}
-            for future in as_completed(waiting):
-                task, document = waiting[future], future.result()
-                left.remove(task)
-                yield task, document
+            with worker_pool(workers) as pool:
+                waiting = {pool.submit(run_fit, task, store.folder): task for task in some}
+                for future in as_completed(waiting):
+                    task, document = waiting[future], future.result()
+                    left.remove(task)
+                    yield task, document
         except BrokenProcessPool:
             if not together:
-                yield left.pop(0), {"status": "failed", "reason": _DIED}
+                yield left.pop(0), {"status": "failed", "reason": str(WorkerError())}
             together = not together
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:

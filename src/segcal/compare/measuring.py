@@ -11,7 +11,7 @@ from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
 from segcal.compare.cache import Store, content_key
 from segcal.compare.settings import column_name
-from segcal.errors import SegcalError
+from segcal.errors import SegcalError, WorkerError
 from segcal.evaluate import evaluate_many
 from segcal.metrics import Column
 from segcal.results import POOLED, Results, Row, number
@@ -100,26 +100,25 @@ def evaluate_group(
 ) -> tuple[dict[str, Evaluation], dict[str, str]]:
     """Evaluations by method, and the reason for every method that failed; cases are read once for all of them.
 
-    ``progress`` is called with the name of each case before it is read; with several workers, once.
+    ``progress`` is called with the name of each case before it is read.
     """
     found = {method: store.read("evaluation", group.key(method)) for method in group.fits}
     pending = [method for method, document in found.items() if document is None]
-    if pending and workers > 1:
-        progress(f"{len(group.cases)} cases")
     calibrators = {method: _calibrator(store, group.fits[method]) for method in pending}
     told = _Told(progress)
     failures: dict[str, str] = {}
     try:
         found.update(_evaluated(group, calibrators, store, workers, told))
-    except Exception:
-        if told.raised:
+    except Exception as error:
+        if told.raised or isinstance(error, WorkerError):  # stopped from outside
             raise
         # One of them cannot do these cases; alone, it says so, and the others go on.
         for method, calibrator in calibrators.items():
             try:
                 found.update(_evaluated(group, {method: calibrator}, store, workers, told))
             except Exception as error:
-                if told.raised or calibrator is None:  # stopped from outside, or the scores themselves are at fault
+                # Stopped from outside, or the scores themselves are at fault.
+                if told.raised or calibrator is None or isinstance(error, WorkerError):
                     raise
                 failures[method] = str(error) if isinstance(error, SegcalError) else repr(error)
     return {method: Evaluation(doc) for method, doc in found.items() if doc is not None}, failures
