@@ -5,14 +5,16 @@ import pytest
 import torch
 
 import segcal
+from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS
 from segcal.calibrators.measured import mean_loss
 from segcal.case_scores import CaseCalibrator, as_calibrator, case_scores, score_pieces
 from segcal.cli.demo import _true_error
 from segcal.compare import browser
+from segcal.errors import InputError, SegcalError
 from segcal.maps import write_maps
 from segcal.synthetic import Temperature, scenes, true_calibration_error
-from segcal.tuning import _measure
+from segcal.tuning import _measure, tune
 
 # Members that disagree, pooled as logits: pooling them as probabilities is another map altogether.
 CASES = scenes(2, size=(24, 28), members=3, member_noise=3.0, plant=[Temperature(2.0)], ignored=0.05)
@@ -88,6 +90,42 @@ def test_pooling_in_another_space_is_seen():
     mean = torch.stack([case.member_logits(m).softmax(1) for m in range(3)]).mean(0)
     torch.testing.assert_close(confidence, mean.amax(1))
     assert (confidence - case.logits.softmax(1).amax(1)).abs().max() > 0.1
+
+
+USES = {
+    "evaluate": lambda cases, calibrator, folder: segcal.evaluate(cases, calibrator),
+    "apply": lambda cases, calibrator, folder: apply(calibrator, cases, folder),
+    "maps": lambda cases, calibrator, folder: write_maps(cases, folder, calibrator=calibrator),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_calibrators_of_other_classes_are_refused(use, tmp_path):
+    named = {"num_classes": 3, "size": (16, 20)}
+    fitted_to = scenes(2, class_names="abc", **named)
+    calibrator = CALIBRATORS["ts"]().fit(fitted_to)
+    with pytest.raises(InputError, match="the cases have 4 classes; expected 3, as the calibrator has"):
+        use(scenes(1, num_classes=4, size=(16, 20)), calibrator, tmp_path)
+    with pytest.raises(InputError, match="the cases have the classes b, a, c; expected a, b, c"):
+        use(scenes(1, class_names="bac", **named), calibrator, tmp_path)
+    with pytest.raises(SegcalError, match="has not been fitted"):
+        use(fitted_to, CALIBRATORS["ts"](), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    use(scenes(1, **named), calibrator, tmp_path)  # names that are not known are not compared
+
+
+@pytest.mark.parametrize("fit", [lambda *parts: CALIBRATORS["ts"]().fit(parts[0], validation=parts[1]),
+                                 lambda *parts: tune("dc", *parts)])  # fmt: skip
+def test_validation_cases_of_other_classes_are_refused(fit):
+    cases, other = (scenes(2, class_names=names, num_classes=3, size=(16, 20)) for names in ("abc", "bac"))
+    with pytest.raises(InputError, match="validation has the classes b, a, c; expected a, b, c"):
+        fit(cases, other)
+
+
+def test_shifted_cases_of_other_classes_are_refused():
+    cases, other = (scenes(6, class_names=names, num_classes=3, size=(16, 20)) for names in ("abc", "bac"))
+    with pytest.raises(InputError, match="'night' has the classes b, a, c; expected a, b, c, as the dataset has"):
+        segcal.compare(cases, ("ts",), 1, shifted={"night": other})
 
 
 def test_functions_see_whole_cases_and_nothing_leaves_scores_as_they_are():

@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import replace
 
@@ -6,10 +7,11 @@ import pytest
 import torch
 
 import segcal
+from multilabel import stacked
 from segcal.calibrators import CALIBRATORS, load
 from segcal.errors import InputError
 from segcal.evaluate import evaluate
-from segcal.synthetic import ClassConditional, Temperature, scenes
+from segcal.synthetic import ClassAffine, ClassConditional, Temperature, scenes
 from segcal.tuning import _choose, tune
 
 SIZE = (32, 40)
@@ -120,6 +122,27 @@ def test_optuna_searches_what_has_no_path():
     assert {name: tuned.arguments()[name] for name in best.arguments} == best.arguments
     again = tune(calibrator, PLAIN[:2], PLAIN[2:4], trials=3, seed=1)
     assert [trial.nll for trial in again.tuning] == [trial.nll for trial in tuned.tuning]
+
+
+def test_each_channel_of_multi_label_data_has_its_own_strength():
+    parts = {
+        "plain": scenes(6, size=SIZE, num_classes=2, plant=[Temperature(2.0)], seed=3),
+        "biased": scenes(6, size=SIZE, num_classes=2, plant=[ClassAffine([1.0, 1.0], [0.0, 2.0])], seed=4),
+    }
+    cases, strengths = stacked(**parts), (math.inf, 1.0, 0.0)
+    steps = []
+    tuned = tune("vs", cases[:4], cases[4:], strengths=strengths, progress=steps.append)
+    alone = {name: tune("vs", own[:4], own[4:], strengths=strengths) for name, own in parts.items()}
+    for channel, own in zip(tuned.channels, alone.values(), strict=True):
+        assert channel.shrinkage == own.shrinkage
+        assert torch.equal(channel.bias, own.bias)
+    assert tuned.channels[1].shrinkage < math.inf
+    assert [trial.channel for trial in tuned.tuning] == ["plain"] * 3 + ["biased"] * 3
+    assert [trial.nll for trial in tuned.tuning] == [trial.nll for own in alone.values() for trial in own.tuning]
+    assert any(step.startswith("biased: ") for step in steps)
+    # Fitting again keeps what was chosen for each.
+    again = copy.deepcopy(tuned).fit(cases)
+    assert [channel.shrinkage for channel in again.channels] == [channel.shrinkage for channel in tuned.channels]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from segcal.calibrators import Calibrator
-from segcal.case_scores import score_pieces
+from segcal.case_scores import check_classes, score_pieces
 from segcal.cases import CaseSet, OutputFolder, ScoreWriter
-from segcal.errors import InputError, SegcalError
+from segcal.errors import SegcalError
 from segcal.files import file_name
 from segcal.types import Case
 
@@ -55,10 +55,7 @@ def apply(
         >>> apply(segcal.calibrators.TemperatureScaling().fit(cases), cases, tempfile.mkdtemp()).flips
         0
     """
-    if cases.num_classes != calibrator.num_classes:
-        raise InputError(
-            f"the cases have {cases.num_classes} classes", expected=f"{calibrator.num_classes}, as the calibrator has"
-        )
+    check_classes(cases, calibrator)
     # By what its file would hold: all that shapes what it does.
     digest = hashlib.blake2b(calibrator.to_bytes(), digest_size=16).hexdigest()
     settings = {"calibrator": digest, "dtype": str(dtype)}

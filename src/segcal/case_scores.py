@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from segcal.cases.caseset import CaseSet, numbered_channels
+from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap
 from segcal.types import Case
 
@@ -37,6 +39,23 @@ class CaseCalibrator(Protocol):
 
 #: A calibrator, a plain function from the logits of a whole case to its log-probabilities, or the scores as they are.
 AnyCalibrator = CaseCalibrator | Callable[[Tensor], Tensor] | None
+
+
+@runtime_checkable
+class Classified(Protocol):
+    """What knows its classes: cases, and calibrators that were fitted to some (before, they have None)."""
+
+    @property
+    def num_classes(self) -> int | None:
+        """How many; two in each channel of multi-label data."""
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Their names, where they have some."""
+
+    @property
+    def channel_names(self) -> tuple[str, ...] | None:
+        """The channels of multi-label data; None for ordinary data."""
 
 
 class _Function:
@@ -76,6 +95,58 @@ def as_calibrator(calibrator: AnyCalibrator) -> CaseCalibrator:
     if calibrator is None:
         return _Uncalibrated()
     return calibrator if isinstance(calibrator, CaseCalibrator) else _Function(calibrator)
+
+
+def check_classes(
+    cases: CaseSet, like: AnyCalibrator | Classified, *, have: str = "the cases have", whose: str = "the calibrator"
+) -> None:
+    """Raise unless the cases have the classes and channels of a calibrator or of other cases, in the same order.
+
+    Names are compared where both have them; a plain function takes whatever comes.
+
+    Args:
+        cases: What is about to be calibrated.
+        like: What it has to be like.
+        have: The beginning of the message, with its verb.
+        whose: Who expects it.
+
+    Examples:
+        >>> from segcal.synthetic import scenes
+        >>> cases, other = scenes(1, class_names="abcdef"), scenes(1, class_names="bacdef")
+        >>> check_classes(cases, cases), check_classes(cases, lambda logits: logits)
+        (None, None)
+        >>> check_classes(cases, other)
+        Traceback (most recent call last):
+        segcal.errors.InputError: the cases have the classes a, b, c, d, e, f; expected b, a, c, d, e, f, as the ...
+    """
+    if not isinstance(like, Classified):
+        return
+    if like.num_classes is None:
+        raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
+    ours, theirs = cases.channel_names, like.channel_names
+    if (ours is None) != (theirs is None):
+        raise InputError(f"{have} {_channels(ours)}", expected=f"{_channels(theirs)}, as {whose} has")
+    if cases.num_classes != like.num_classes:
+        raise InputError(f"{have} {cases.num_classes} classes", expected=f"{like.num_classes}, as {whose} has")
+    if ours and theirs and len(ours) != len(theirs):
+        raise InputError(f"{have} {len(ours)} channels", expected=f"{len(theirs)}, as {whose} has")
+    named = {"channels": (_given(ours), _given(theirs)), "classes": (cases.class_names, like.class_names)}
+    for what, (found, wanted) in named.items():
+        if found and wanted and found != wanted:
+            raise InputError(
+                f"{have} the {what} {', '.join(found)}",
+                expected=f"{', '.join(wanted)}, as {whose} has",
+                fix="mend the names, or the order of the scores' channels",
+            )
+
+
+def _channels(names: tuple[str, ...] | None) -> str:
+    return "no channels (they are not multi-label)" if names is None else f"the channels {', '.join(names)}"
+
+
+def _given(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Names that somebody gave, not mere numbers."""
+    return None if names is None or names == numbered_channels(len(names)) else names
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from segcal.case_measures import (
     reduced_rows,
     second_passes,
 )
-from segcal.case_scores import AnyCalibrator
+from segcal.case_scores import AnyCalibrator, check_classes
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
@@ -109,6 +109,8 @@ def evaluate_many(
     if not len(cases):
         raise InputError("no cases", where="cases", expected="at least one")
     groups = cases.about_groups()  # Cases without a group are an error before the work, not after it.
+    for calibrator in calibrators.values():
+        check_classes(cases, calibrator)
     run = _Run(plan, cases, calibrators, min(workers, len(cases)), progress)
     shares = run.over_cases(_first_share)
     found: dict[str, Results] = {}

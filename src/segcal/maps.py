@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.case_scores import AnyCalibrator, case_scores
+from segcal.case_scores import AnyCalibrator, case_scores, check_classes
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Geometry, open_array
@@ -130,6 +130,7 @@ def write_maps(
         ...     np.load(f"{folder}/confidence/image-000.npy").shape
         (32, 40)
     """
+    check_classes(cases, calibrator)
     with OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True) as output:
         for case in cases:
             progress(case.id)

@@ -20,7 +20,9 @@ from segcal.calibrators.base import VoxelBudget
 from segcal.calibrators.expert_exact import SAMPLE_VOXELS
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.per_channel import for_each_channel
 from segcal.case_measures import case_views, windows
+from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.metrics import Measure, brier, ece, nll
@@ -47,11 +49,14 @@ class Trial:
     nll: float
     ece: float
     brier: float
+    channel: str = ""
+    """Of multi-label data."""
 
     @classmethod
     def of(cls, arguments: dict[str, Any], images: Sequence[Values]) -> Trial:
         """From the values of every image."""
-        return cls(arguments, **{name: float(Measure.mean(own[name] for own in images)) for name in _METRICS})
+        mean = {name: float(Measure.mean(own[name] for own in images)) for name in _METRICS}
+        return cls(arguments, mean["nll"], mean["ece"], mean["brier"])
 
 
 def tune(
@@ -72,7 +77,7 @@ def tune(
     ``shrinkage`` toward the fitted temperature scaling, each solution being the start of the next. Without validation
     images the strength is chosen by leaving out a fifth of the images at a time, and the map is then fitted to all.
     Calibrators with a search space (``solver="adam"``, networks) take ``trials`` draws of Optuna's TPE sampler (extra
-    ``tune``). Those without hyperparameters are simply fitted.
+    ``tune``). Those without hyperparameters are simply fitted. Each channel of multi-label data is tuned on its own.
 
     ``select="nll"`` gives the best probabilities overall. ``"ece"`` gives the best top-label confidence, at some cost
     in NLL: rich maps lower the NLL of all classes while their top-label calibration may get worse. ``"brier"`` is in
@@ -109,6 +114,10 @@ def tune(
         if calibrator not in CALIBRATORS:
             raise InputError(f"calibrator is '{calibrator}'", expected=f"one of {', '.join(CALIBRATORS)}")
         calibrator = CALIBRATORS[calibrator]()
+    if validation is not None:
+        check_classes(validation, calibration, have="validation has", whose="calibration")
+    if calibration.channel_names is not None:
+        return _tune_channels(calibrator, calibration, validation, select, strengths, trials, seed, progress)
     if isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact":
         return _follow_path(calibrator, calibration, validation, select, strengths, voxels, seed, progress)
     if calibrator.search_space:
@@ -116,6 +125,33 @@ def tune(
     tuned = copy.deepcopy(calibrator).fit(calibration, validation=validation, voxels=voxels, seed=seed)
     tuned.tuning = ()
     return tuned
+
+
+def _tune_channels(
+    calibrator: Calibrator,
+    calibration: CaseSet,
+    validation: CaseSet | None,
+    select: Select,
+    strengths: Sequence[float],
+    trials: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> Calibrator:
+    names = calibration.channel_names
+    assert names is not None
+
+    def tuned(index: int, own: CaseSet, chosen_on: CaseSet | None) -> Calibrator:
+        return tune(
+            calibrator.single(), own, chosen_on, select=select, strengths=strengths, trials=trials, seed=seed,
+            progress=lambda step: progress(f"{names[index]}: {step}"),
+        )  # fmt: skip
+
+    channels = for_each_channel(tuned, calibration, validation)
+    whole = calibrator.single().take_channels(names, channels)
+    whole.tuning = tuple(
+        replace(trial, channel=name) for name, own in zip(names, channels, strict=True) for trial in own.tuning
+    )
+    return whole
 
 
 def _follow_path(

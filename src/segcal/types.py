@@ -54,6 +54,13 @@ class EnsembleSource(CaseSource, Protocol):
     def pooled(self, members: Sequence[int], space: Kind) -> CaseSource: ...  # noqa: D102
 
 
+@runtime_checkable
+class ChannelledSource(CaseSource, Protocol):
+    """A multi-label source that can read one channel without the others."""
+
+    def channel(self, index: int) -> CaseSource: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``."""
@@ -208,6 +215,14 @@ class Case:
             raise no_members().at(case=self.id)
         return self.source, check_members(members, self.source.num_members)
 
+    # -- multi-label data ----------------------------------------------------------------------------------------------
+
+    def channel(self, index: int) -> Case:
+        """One channel of a multi-label case, as a two-class case of its own; what was read is not read again."""
+        if not 0 <= index < self.source.batch:
+            raise InputError(f"channel {index}", case=self.id, expected=f"0..{self.source.batch - 1}")
+        return Case(_Channel(self, index))
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def load(self) -> Case:
@@ -244,8 +259,53 @@ class Case:
         whole = self._read[name]
         return None if whole is None else whole.narrow(_ROW_AXIS[name], rows.start, rows.stop - rows.start)
 
+    def has_read(self, name: str) -> bool:
+        """Whether a tensor stays with the case already."""
+        return name in self._read
+
     def __repr__(self) -> str:
         return f"Case({self.id!r}, shape={self.shape})"
+
+
+class _Channel:
+    """One channel of a case as a ``CaseSource``, which knows the ensemble members where the case does."""
+
+    def __init__(self, case: Case, index: int) -> None:
+        source = case.source
+        self._case, self._index = case, index
+        self._apart = source.channel(index) if isinstance(source, ChannelledSource) else None
+        self.id, self.batch, self.num_classes = source.id, 1, source.num_classes
+        self.spatial, self.spacing, self.ignore_index = source.spatial, source.spacing, source.ignore_index
+        self.sliceable, self.num_members, self.pooling = source.sliceable, case.members, case.pooling or "logits"
+
+    def logits(self, rows: slice) -> Tensor:
+        return self._rows("logits", rows)  # type: ignore[no-any-return]
+
+    def labels(self, rows: slice) -> Tensor:
+        return self._rows("labels", rows)  # type: ignore[no-any-return]
+
+    def mask(self, rows: slice) -> Tensor | None:
+        return self._rows("mask", rows)  # type: ignore[no-any-return]
+
+    def image(self, rows: slice) -> Tensor | None:
+        return self._case.source.image(rows)
+
+    def posterior(self, rows: slice) -> Tensor | None:
+        return self._own(self._case.source.posterior(rows))  # type: ignore[no-any-return]
+
+    def member(self, index: int, rows: slice) -> Tensor:
+        return self._own(self._case.member_logits(index, rows))  # type: ignore[no-any-return]
+
+    def pooled(self, members: Sequence[int], space: Kind) -> CaseSource:
+        return _Channel(self._case.pooled(space, members), self._index)
+
+    def _rows(self, name: Literal["logits", "labels", "mask"], rows: slice) -> Any:
+        if self._apart is None or self._case.has_read(name):
+            return self._own(self._case.rows(name, rows))
+        return getattr(self._apart, name)(rows)
+
+    def _own(self, whole: Any) -> Any:
+        return None if whole is None else whole[self._index : self._index + 1]
 
 
 def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[slice]:

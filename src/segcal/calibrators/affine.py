@@ -27,9 +27,7 @@ class MatrixScaling(ExpertCalibrator):
     features = "logits"
     routed = False
 
-    @property
-    def score_map(self) -> AffineMap:
-        """The map, to be fused into other passes."""
+    def _affine(self) -> AffineMap:
         return AffineMap(self.weight[0], self.bias[0])
 
     @classmethod
@@ -56,9 +54,7 @@ class VectorScaling(ExpertCalibrator):
     features = "own-logit"
     routed = False
 
-    @property
-    def score_map(self) -> AffineMap:
-        """The map, to be fused into other passes."""
+    def _affine(self) -> AffineMap:
         return AffineMap(self.weight[0, :, 0], self.bias[0])
 
     @classmethod

@@ -6,30 +6,35 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from segcal.calibrators.module import CalibratorModule
-from segcal.calibrators.storage import calibrator_bytes, read_calibrator
-from segcal.cases import CaseRef, CaseSet
+from segcal.calibrators.module import CalibratorModule, become
+from segcal.calibrators.per_channel import (
+    channel_pieces,
+    for_each_channel,
+    report_of_channels,
+    split_channels,
+)
+from segcal.calibrators.storage import Stored, calibrator_bytes, read_calibrator
+from segcal.calibrators.tensor_cases import tensors_as_cases
+from segcal.case_scores import check_classes
+from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.files import atomic_path
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
-from segcal.types import CHUNK_VALUES, Case, FitReport
+from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
 VoxelBudget = Literal["auto", "all"]
 TensorPair = tuple[Tensor, Tensor]
 
-# Cases that the images of a tensor are divided into, if there are as many.
-_TENSOR_CASES = 10
 # Of the cases, where a calibrator needs validation data and was given none.
 _HELD_OUT = 0.2
 
@@ -150,26 +155,47 @@ class Calibrator(CalibratorModule, ABC):
             raise InputError(problem, expected="fit(cases) or fit(logits, labels)")
         if voxels not in ("auto", "all"):
             raise InputError(f"voxels is {voxels!r}", expected="'auto' or 'all'")
-        cases = data if isinstance(data, CaseSet) else _tensors_as_cases(data, labels, ignore_index, mask)
+        cases = data if isinstance(data, CaseSet) else tensors_as_cases(data, labels, ignore_index, mask)
         if not len(cases):
             raise InputError("no cases to fit to", expected="at least one")
         if isinstance(validation, tuple):
-            validation = _tensors_as_cases(*validation, ignore_index, None)
-        if validation is not None and validation.num_classes != cases.num_classes:
-            raise InputError(f"validation has {validation.num_classes} classes", expected=f"{cases.num_classes}")
-        return self._become(cases, lambda trial: trial._fit(FitData(cases, validation, voxels, seed)))
+            validation = tensors_as_cases(*validation, ignore_index, None)
+        if validation is not None:
+            check_classes(validation, cases, have="validation has", whose="what is fitted to")
+        if cases.channel_names is None:
+            return self._become(cases, lambda trial: trial._fit(FitData(cases, validation, voxels, seed)))
+
+        def fit_channel(index: int, own: CaseSet, held_out: CaseSet | None) -> Calibrator:
+            # Channels that were tuned keep the strengths they have.
+            tuned = self.channel_names == cases.channel_names
+            start = copy.deepcopy(self._channels[index]) if tuned else self.single()
+            return start.fit(own, validation=held_out, voxels=voxels, seed=seed)
+
+        return self.take_channels(cases.channel_names, for_each_channel(fit_channel, cases, validation))
+
+    @property
+    def _channels(self) -> Sequence[Calibrator]:
+        return cast("Sequence[Calibrator]", self.channels or ())
+
+    def take_channels(self, names: Sequence[str], channels: Sequence[Calibrator]) -> Self:
+        """Be calibrators that were fitted to the channels of multi-label cases. Returns self."""
+        whole = self.single().hold_channels(names, channels)
+        whole.num_classes, whole.class_names = channels[0].num_classes, channels[0].class_names
+        whole.fit_report = report_of_channels(names, [own.fit_report for own in channels])
+        become(self, whole)
+        return self
 
     def _become(self, cases: CaseSet, fit: Callable[[Any], Fitted]) -> Self:
         """Fit a copy and, if that does not raise, be it."""
         started = time.perf_counter()
-        trial = copy.deepcopy(self)
+        trial = self.single()
         trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
         trial.allocate(cases.num_classes)
         found = fit(trial)
         trial.fit_report = FitReport(
             **{**found._asdict(), "notes": tuple(found.notes)}, seconds=time.perf_counter() - started
         )
-        self.__dict__.update(trial.__dict__)
+        become(self, trial)
         return self
 
     @classmethod
@@ -179,11 +205,18 @@ class Calibrator(CalibratorModule, ABC):
 
     def size(self) -> int:
         """Numbers that were fitted: by the published formula where there is one, else all that the file holds."""
+        if self.channels is not None:
+            return sum(own.size() for own in self._channels)
         count = None if self.num_classes is None else self.parameter_count(self.num_classes)
-        return count.optimised if count else sum(tensor.numel() for tensor in self.state_dict().values())
+        return count.optimised if count else sum(tensor.numel() for tensor in self.tensors().values())
 
     def summary(self) -> str:
-        """The map in a few numbers where it has few, else how many it has."""
+        """The map in a few numbers where it has few, else how many it has; that of every channel."""
+        named = zip(self.channel_names or (), self._channels, strict=True)
+        return "; ".join(f"{name}: {own.summary()}" for name, own in named) or self._summary()
+
+    def _summary(self) -> str:
+        """What ``summary`` gives, of one map."""
         return f"{self.size():,} parameters"
 
     # -- applying ------------------------------------------------------------------------------------------------------
@@ -192,10 +225,32 @@ class Calibrator(CalibratorModule, ABC):
     def _scores(self, logits: Tensor) -> Tensor:
         """Calibrated scores, up to a constant per voxel, of logits ``(N, C, *spatial)`` in float32 or float64."""
 
-    def forward(self, logits: Tensor) -> Tensor:
-        """Calibrated log-probabilities, in the dtype and on the device of the input."""
+    def forward(self, logits: Tensor | Sequence[Tensor], image: Tensor | None = None) -> Tensor:
+        """Calibrated log-probabilities, in the dtype and on the device of the input.
+
+        Args:
+            logits: ``(N, C, *spatial)``; of a calibrator fitted to multi-label data ``(K, 2, *spatial)``, one for each
+                of its channels. ``ensemble`` also takes a sequence of the members' logits.
+            image: ``(N, channels, *spatial)``, or one for all, where the calibrator was fitted to images.
+        """
+        if self.channels is None or self.channel_names is None:
+            return self._log_probs(logits, image)
+        parts = [split_channels(self.channel_names, z) for z in ([logits] if isinstance(logits, Tensor) else logits)]
+        found = []
+        for index, own in enumerate(self._channels):
+            members = [part[index] for part in parts]
+            seen = image if image is None or len(image) == 1 else image[index : index + 1]
+            found.append(own(members[0] if isinstance(logits, Tensor) else members, seen))
+        return torch.cat(found)
+
+    def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
+        """What ``forward`` gives, of one map."""
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
+        if not isinstance(logits, Tensor):
+            raise InputError(f"logits are {type(logits).__name__}", expected="a tensor, (N, C, *spatial)")
+        if image is not None:
+            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
         if logits.ndim < 2 or logits.shape[1] != self.num_classes:
             raise InputError(
                 f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"
@@ -214,12 +269,16 @@ class Calibrator(CalibratorModule, ABC):
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """Rows of a case and their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
+        return self._pieces(case) if self.channels is None else channel_pieces(self._channels, case)
+
+    def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        """What ``pieces`` gives, of one map."""
         for rows, logits in case.logit_rows():
             yield rows, self(logits)
 
-    def predict_proba(self, logits: Tensor) -> Tensor:
-        """Calibrated probabilities."""
-        probabilities: Tensor = self(logits).exp()
+    def predict_proba(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
+        """Calibrated probabilities; the arguments are those of ``forward``."""
+        probabilities: Tensor = self(logits, image).exp()
         return probabilities
 
     def predict(self, logits: Tensor) -> Tensor:
@@ -229,6 +288,10 @@ class Calibrator(CalibratorModule, ABC):
     @property
     def score_map(self) -> AffineMap | None:
         """The map as an affine one, where it is: evaluation then applies it without materialising its output."""
+        return self._affine() if self.channels is None else None
+
+    def _affine(self) -> AffineMap | None:
+        """What ``score_map`` gives, of one map."""
         return None
 
     # -- keeping -------------------------------------------------------------------------------------------------------
@@ -251,16 +314,23 @@ class Calibrator(CalibratorModule, ABC):
             num_classes=self.num_classes,
             class_names=self.class_names,
             fit_report=self.fit_report,
+            channels=[(own.arguments(), own.fit_report) for own in self._channels],
+            channel_names=self.channel_names,
         )
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments, JSON-able."""
-        return {}
 
 
 def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
     """Read a calibrator that was saved, checking everything; nothing is unpickled."""
     stored = read_calibrator(Path(path), tuple(calibrators))
+    if not stored.channels:
+        return _built(path, stored, calibrators)
+    whole = calibrators[stored.id](**stored.arguments)
+    channels = [_built(path, own, calibrators) for own in stored.channels.values()]
+    return whole.take_channels(list(stored.channels), channels)
+
+
+def _built(path: str | Path, stored: Stored, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
+    """One map as it was stored."""
     calibrator = calibrators[stored.id](**stored.arguments)
     calibrator.allocate(stored.num_classes)
     wanted = {name: tuple(tensor.shape) for name, tensor in calibrator.tensors().items()}
@@ -271,61 +341,3 @@ def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrat
     calibrator.load_state_dict(stored.tensors)
     calibrator.fit_report = stored.fit_report
     return calibrator
-
-
-def _tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> CaseSet:
-    assert labels is not None
-    if logits.ndim < 2 or logits.shape[1] < 2 or not logits.is_floating_point():
-        raise InputError(
-            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
-            expected="(N, C, *spatial), floating point, at least two classes",
-        )
-    like = (logits.shape[0], *logits.shape[2:])
-    for name, tensor in (("labels", labels), ("mask", mask)):
-        if tensor is not None and tuple(tensor.shape) != like:
-            raise InputError(f"{name} have shape {tuple(tensor.shape)}", expected=f"{like} for these logits")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise InputError(f"labels have dtype {labels.dtype}", expected="class indices, integers", fix="labels.long()")
-    if mask is not None and mask.dtype != torch.bool:
-        raise InputError(f"the mask has dtype {mask.dtype}", expected="bool, True where voxels count", fix="mask > 0")
-    if logits.ndim == 2:  # (N, C) is a row of N voxels
-        logits, labels = logits.T[None], labels[None]
-        mask = None if mask is None else mask[None]
-    refs = []
-    # Some images are a case: few enough to hold some out, many enough not to spend the time on turns.
-    size = max(1, min(len(logits) // _TENSOR_CASES, CHUNK_VALUES // max(1, logits[:1].numel())))
-    for n in range(0, len(logits), size):
-        some = slice(n, n + size)
-        source = _TensorSource(
-            f"tensors[{n}]", logits[some].detach(), labels[some], None if mask is None else mask[some], ignore_index
-        )
-        refs.append(CaseRef(source.id, partial(Case, source)))
-    return CaseSet(refs, num_classes=logits.shape[1], ignore_index=ignore_index)
-
-
-class _TensorSource:
-    """Tensors as a case."""
-
-    sliceable = True
-    spacing: tuple[float, ...] | None = None
-
-    def __init__(self, id: str, logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int) -> None:
-        self.id = id
-        self.batch, self.num_classes, *spatial = logits.shape
-        self.spatial, self.ignore_index = tuple(spatial), ignore_index
-        self._logits, self._labels, self._mask = logits, labels, mask
-
-    def logits(self, rows: slice) -> Tensor:
-        return self._logits[:, :, rows]
-
-    def labels(self, rows: slice) -> Tensor:
-        return self._labels[:, rows]
-
-    def mask(self, rows: slice) -> Tensor | None:
-        return None if self._mask is None else self._mask[:, rows]
-
-    def image(self, rows: slice) -> None:
-        return None
-
-    def posterior(self, rows: slice) -> None:
-        return None

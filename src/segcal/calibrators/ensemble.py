@@ -25,7 +25,8 @@ class Ensemble(Calibrator):
 
     Pooling fits nothing. It reads the members of every case, so a case needs as many as the calibrator was fitted to;
     cases without members, as tensors are, are taken as pooled already. Labels may change where the cases themselves are
-    pooled in the other space, so none are promised.
+    pooled in the other space, so none are promised. ``forward`` takes a sequence of the members' logits, or one tensor
+    that is pooled already; members in one tensor, which could be a volume, are taken apart by ``tensor.unbind(0)``.
 
     Args:
         space: ``"logits"`` or ``"probs"``.
@@ -92,18 +93,12 @@ class Ensemble(Calibrator):
             notes.append(f"NLL {fitted.nll_after:.6g}, of the cases as they are pooled {before.nll:.6g}: worse")
         return fitted._replace(notes=notes)
 
-    def forward(self, logits: Tensor | Sequence[Tensor]) -> Tensor:
-        """Calibrated log-probabilities, in the dtype and on the device of the input.
-
-        Args:
-            logits: A sequence of the members' ``(N, C, *spatial)``, or one such tensor that is pooled already. Members
-                in one tensor are taken apart by ``tensor.unbind(0)``: a volume could not be told from them.
-        """
+    def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         if isinstance(logits, Tensor):
-            return super().forward(logits)
+            return super()._log_probs(logits, image)
         self._check_members(len(logits))
         pooled = pool((z if z.dtype == torch.float64 else z.float() for z in logits), self.space)
-        return super().forward(pooled).to(logits[0].dtype)
+        return super()._log_probs(pooled, image).to(logits[0].dtype)
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.base is None:
@@ -112,13 +107,12 @@ class Ensemble(Calibrator):
         return scores
 
     @torch.no_grad()
-    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of a case and the log-probabilities of its members pooled, in order."""
+    def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         if case.members is not None:
             self._check_members(case.members)
             case = case if case.pooling == self.space else case.pooled(self.space)
         if self.base is None:
-            yield from super().pieces(case)
+            yield from super()._pieces(case)
             return
         if not case.source.sliceable:
             _ = case.logits

@@ -147,8 +147,7 @@ class EnsembleTemperatureScaling(Calibrator):
             notes=notes,
         )
 
-    def summary(self) -> str:
-        """T and the weights of the scaled, the original and the uniform distribution."""
+    def _summary(self) -> str:
         weights = " / ".join(f"{weight:.4f}" for weight in self.weights.tolist())
         return f"T = {1 / float(self.beta):.4g}, weights {weights}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -104,8 +104,7 @@ class LocalTemperatureScaling(Calibrator):
             num_classes, image_channels=self.image_channels, neighbourhood=self.neighbourhood
         )
 
-    def summary(self) -> str:
-        """The temperature before the network, and the network's size."""
+    def _summary(self) -> str:
         return f"T = {1 / float(self.beta):.4g} times the output of a network of {self.size():,} parameters"
 
     @classmethod
@@ -159,13 +158,9 @@ class LocalTemperatureScaling(Calibrator):
 
     # -- applying ------------------------------------------------------------------------------------------------------
 
-    def forward(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
-        """Calibrated log-probabilities, in the dtype and on the device of the input.
-
-        Args:
-            logits: ``(N, C, *spatial)``.
-            image: ``(N, channels, *spatial)``, or one for all, where the calibrator was fitted to images.
-        """
+    def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
+        if not isinstance(logits, Tensor):
+            return super()._log_probs(logits, image)
         self._check(logits, image)
         if logits.ndim < 4:
             return _scaled(logits, self._point_temperature(logits))
@@ -174,11 +169,7 @@ class LocalTemperatureScaling(Calibrator):
         return torch.cat([_scaled(z, t) for _, z, t in tiles], 2)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        return self.forward(logits)
-
-    def predict_proba(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
-        """Calibrated probabilities."""
-        return self.forward(logits, image).exp()
+        return self._log_probs(logits, None)
 
     def temperature_map(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
         """The temperatures ``(N, 1, *spatial)`` that the logits are divided by, in float32 at least.
@@ -193,8 +184,8 @@ class LocalTemperatureScaling(Calibrator):
         means = self._image_temperature(tuple(logits.shape), _reader(logits, image))
         return torch.cat([t for _, _, t in self._tiles(tuple(logits.shape), _reader(logits, image), means)], 2)
 
-    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of a case and their log-probabilities, in order; only some rows with their halo are in memory."""
+    def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        # Only some rows with their halo are in memory.
 
         def read(rows: slice) -> tuple[Tensor, Tensor | None]:
             return case.rows("logits", rows), case.source.image(rows) if self.image_channels else None

@@ -73,8 +73,7 @@ class MetaCal(Calibrator):
         """T."""
         return 1 / float(self.beta)
 
-    def summary(self) -> str:
-        """T and gamma."""
+    def _summary(self) -> str:
         return f"T = {self.temperature:.4g}, uniform above an entropy of {float(self.gamma):.4g} nats"
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,29 @@ class CalibratorModule(nn.Module):
         super().__init__()
         self.num_classes: int | None = None
         self.class_names: tuple[str, ...] | None = None
+        #: Of multi-label data, one map for each channel, and then none of one's own.
+        self.channels: nn.ModuleList | None = None
+        self.channel_names: tuple[str, ...] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments, JSON-able."""
+        return {}
 
     def allocate(self, num_classes: int) -> None:
         """Give parameters whose shape depends on the number of classes that shape."""
+
+    def single(self) -> Self:
+        """A copy that is one map; where there was one for each channel, it is not fitted."""
+        return copy.deepcopy(self) if self.channels is None else type(self)(**self.arguments())
+
+    def hold_channels(self, names: Sequence[str], channels: Sequence[CalibratorModule]) -> Self:
+        """Be these maps of channels. One's own parameters go, so that nobody takes them for those of a channel."""
+        self.channels = None
+        for module in self.modules():
+            module._parameters.clear()
+            module._buffers.clear()
+        self.channels, self.channel_names = nn.ModuleList(channels), tuple(names)
+        return self
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by name: all that shapes the map, besides the constructor's arguments."""
@@ -46,10 +67,10 @@ class CalibratorModule(nn.Module):
     # -- the state dict ------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> Tensor:
-        """Number and names of the classes as JSON in bytes, none before a fit: a tensor, as every tool expects."""
+        """Classes and channels as JSON in bytes, none before a fit: a tensor, as every tool expects."""
         if self.num_classes is None:
             return torch.zeros(0, dtype=torch.uint8)
-        about = {"num_classes": self.num_classes, "class_names": self.class_names}
+        about = {name: getattr(self, name) for name in ("num_classes", "class_names", "channel_names")}
         return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -78,14 +99,30 @@ class CalibratorModule(nn.Module):
         """Be ready for the parameters of a calibrator with this extra state."""
         try:
             about = json.loads(bytes(extra.tolist()))
-            num_classes, names = int(about["num_classes"]), about["class_names"]
+            num_classes = int(about["num_classes"])
+            # Earlier versions knew no channels.
+            class_names, channel_names = (_names(about.get(name)) for name in ("class_names", "channel_names"))
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"the classes of the state dict cannot be read ({type(error).__name__}: {error})",
                 expected="what a calibrator's state_dict() returned",
             ) from None
-        if self.num_classes != num_classes:
-            device = next(self.buffers()).device
+        device = next((tensor.device for tensor in self.buffers()), torch.device("cpu"))
+        if self.channel_names != channel_names:
+            become(self, self.single())
+            if channel_names is not None:
+                self.hold_channels(channel_names, [copy.deepcopy(self) for _ in channel_names])
+        if self.num_classes != num_classes and channel_names is None:
             self.allocate(num_classes)
-            self._apply(lambda tensor: tensor.to(device))
-        self.num_classes, self.class_names = num_classes, None if names is None else tuple(names)
+        self._apply(lambda tensor: tensor.to(device))
+        self.num_classes, self.class_names = num_classes, class_names
+
+
+def become(module: nn.Module, other: nn.Module) -> None:
+    """Let a module be what another one is."""
+    module.__dict__.clear()
+    module.__dict__.update(other.__dict__)
+
+
+def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)

@@ -94,8 +94,7 @@ class SelectiveScaling(Calibrator):
         """T1."""
         return 1 / float(self.beta)
 
-    def summary(self) -> str:
-        """T1 and the size of the selector."""
+    def _summary(self) -> str:
         return f"T1 = {self.temperature:.4g} where a selector of {self.size():,} parameters says wrong"
 
     @property
@@ -125,10 +124,10 @@ class SelectiveScaling(Calibrator):
         suspected = self.suspicion(scores.log_softmax(1)).unsqueeze(1) > 0
         return torch.where(suspected, scores * self.beta.to(scores), scores)
 
-    def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of a case and their log-probabilities, in order; the base sees the case, images and members included."""
+    def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
+        # The base sees the case, images and members included.
         if self.base is None or not self.base.spatial:
-            yield from super().pieces(case)
+            yield from super()._pieces(case)
             return
         for rows, scores in self.base.pieces(case):
             log_probs = self._flattened(scores).log_softmax(1)

@@ -54,13 +54,10 @@ class TemperatureScaling(Calibrator):
         """T."""
         return 1 / float(self.beta)
 
-    def summary(self) -> str:
-        """T."""
+    def _summary(self) -> str:
         return f"T = {self.temperature:.4g}"
 
-    @property
-    def score_map(self) -> AffineMap:
-        """The map, to be fused into other passes."""
+    def _affine(self) -> AffineMap:
         return AffineMap(self.beta)
 
     @classmethod

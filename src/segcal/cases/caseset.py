@@ -20,6 +20,9 @@ from segcal.types import Case, Kind, check_members, check_pooling, no_members
 # Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
 PREFETCH_BYTES = 256 * 2**20
 
+#: The two classes of a channel of multi-label data.
+CHANNEL_CLASSES = ("outside", "inside")
+
 
 @dataclass(frozen=True)
 class CaseRef:
@@ -65,6 +68,8 @@ class CaseSet(Sequence[Case]):
     """The folders that the cases are read from, where nothing may be written."""
     notes: tuple[str, ...] = ()
     """What whoever opened the files should know: some belong to no case, some chunks are not stored."""
+    channel_names: tuple[str, ...] | None = None
+    """The channels of multi-label data, each a two-class problem of its own; None for ordinary data."""
 
     def __post_init__(self) -> None:
         if self.splits:
@@ -170,6 +175,23 @@ class CaseSet(Sequence[Case]):
         refs = tuple(CaseRef(ref.id, partial(_open_pooled, ref, chosen, space)) for ref in self.refs)
         return replace(self, refs=refs, num_members=len(chosen))
 
+    def channel(self, index: int) -> CaseSet:
+        """One channel of multi-label data, as ordinary cases of two classes: outside and inside.
+
+        Examples:
+            >>> from dataclasses import replace
+            >>> from segcal.synthetic import scenes
+            >>> cases = replace(scenes(2, size=(32, 40), num_classes=2), channel_names=("tumour",))
+            >>> cases.channel(0).channel_names, cases.channel(0)[0].shape
+            (None, (1, 2, 32, 40))
+        """
+        count = len(self.channel_names or ())
+        if not 0 <= index < count:
+            expected = f"0..{count - 1}" if count else "multi-label data, which these are not"
+            raise InputError(f"channel {index}", where="cases", expected=expected)
+        refs = tuple(CaseRef(ref.id, partial(_open_channel, ref, index)) for ref in self.refs)
+        return replace(self, refs=refs, channel_names=None)
+
     def shard(self, rank: int, world: int) -> CaseSet:
         """Every ``world``-th case from ``rank`` on: the share of one of ``world`` processes."""
         if not 0 <= rank < world:
@@ -235,8 +257,17 @@ class CaseSet(Sequence[Case]):
         ]
 
 
+def numbered_channels(count: int) -> tuple[str, ...]:
+    """Names for channels that have none."""
+    return tuple(f"channel {index}" for index in range(count))
+
+
 def _open_pooled(ref: CaseRef, members: tuple[int, ...], space: Kind | None) -> Case:
     return ref.open().pooled(space, members)
+
+
+def _open_channel(ref: CaseRef, index: int) -> Case:
+    return ref.open().channel(index)
 
 
 @contextmanager

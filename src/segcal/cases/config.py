@@ -65,6 +65,11 @@ class DatasetConfig:
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """``calibration``, ``validation``, ``test``: lists of case names."""
 
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The names of the channels of the scores: classes or, of multi-label data, regions."""
+        return tuple(self.regions) if self.regions else self.class_names
+
     def background_class(self, num_classes: int) -> int | None:
         """The background among so many classes, or None.
 

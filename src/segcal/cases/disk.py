@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class DiskCase:
         assert config.ignore_index is not None
         self.kind, self.ignore_index, self.multilabel = config.kind, config.ignore_index, bool(config.multilabel)
         self.pooling: Kind = config.pooling or config.kind
+        self._channels = slice(None)  # those that are read
         self.num_members = len(files.members) if len(files.members) > 1 or whole is not None else None
         self._partial: set[Path] = set()  # members of which chunks are missing
         self._extras: dict[Path, Oriented] = {}
@@ -201,6 +203,12 @@ class DiskCase:
         files = replace(self.files, members=tuple(self.files.members[index] for index in members))
         return DiskCase(files, replace(self.config, pooling=space), self._all_members or self)
 
+    def channel(self, index: int) -> DiskCase:
+        """One channel of a multi-label case, read without the others."""
+        own = copy.copy(self)
+        own._channels, own.batch, own._all_members = slice(index, index + 1), 1, self._all_members or self
+        return own
+
     def _read(self, member: Oriented, rows: slice, part: slice) -> Tensor:
         """Canonical logits of one member in a part of the rows."""
         with self._naming(member.file.path):
@@ -209,12 +217,13 @@ class DiskCase:
             apart = member.file.sliceable and (member.file.chunk is None or member.file.chunk[0] == 1)
             if self.kind == "logits" and apart and member.file.dtype == np.float16:
                 # Widened class by class, so that the narrow and the wide copy are never in memory together.
-                narrow = (torch.from_numpy(member.read(here, slice(k, k + 1))) for k in range(member.shape[0]))
-                scores = torch.empty((1, member.shape[0], here.stop - first, *member.shape[2:]))
+                channels = range(member.shape[0])[self._channels]
+                narrow = (torch.from_numpy(member.read(here, slice(k, k + 1))) for k in channels)
+                scores = torch.empty((1, len(channels), here.stop - first, *member.shape[2:]))
                 for target, source in zip(scores[0], narrow, strict=True):
                     target.copy_(source[0])
                 return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first)
-            scores = torch.from_numpy(member.read(here))[None]
+            scores = torch.from_numpy(member.read(here, self._channels))[None]
             if member.file.path in self._partial:
                 check_sums(scores, member.file)
             logits = canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
@@ -235,9 +244,9 @@ class DiskCase:
         if self._label is None:
             raise DataError("has no label", case=self.id, expected=f"a file labels/{self.id}.*")
         with self._naming(self.files.label):
-            labels = _whole_numbers(self._labels.read(rows))
+            labels = _whole_numbers(self._labels.read(rows, self._channels))
             if self.config.regions:
-                regions = [np.isin(labels, region) for region in self.config.regions.values()]
+                regions = [np.isin(labels, region) for region in [*self.config.regions.values()][self._channels]]
                 self._check_range(labels, max(map(max, self.config.regions.values())) + 1, rows.start)
                 labels = np.where(labels == self.ignore_index, self.ignore_index, np.stack(regions))
             else:

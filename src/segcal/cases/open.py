@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from segcal.cases.caseset import CaseRef, CaseSet
+from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet, numbered_channels
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_config
 from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, unreadable_name
@@ -128,18 +128,21 @@ def case_set(found: Found) -> CaseSet:
         num_classes=first.num_classes,
         ignore_index=config.ignore_index,
         background=config.background_class(first.num_classes),
-        class_names=None if config.multilabel else config.class_names,
+        class_names=CHANNEL_CLASSES if config.multilabel else config.class_names,
         groups=config.groups,
         splits=config.splits,
         num_members=first.num_members,
         folders=found.folders,
         notes=(*found.notes, *missing_notes(found.cases)),
+        channel_names=(config.names or numbered_channels(first.batch)) if config.multilabel else None,
     )
 
 
 def wrong_names(config: DatasetConfig) -> ConfigError | None:
-    """The error of class names of another number than the channels, ``config.classes``."""
-    names = config.class_names
+    """The error of names that are not one for each of the channels, ``config.classes`` of them."""
+    names = config.names
+    if config.multilabel and names is not None and len(set(names)) < len(names):
+        return ConfigError(f"class_names {', '.join(names)}", expected="a name of its own for every channel")
     if names is None or len(names) == config.classes:
         return None
     return ConfigError(f"{len(names)} class_names", expected=f"{config.classes}, one per channel of the scores")

@@ -83,9 +83,9 @@ def write_dataset(
                 total.skipped += 1
                 continue
             _write_extras(output, case, name)
-            _write_scores(output, case, name, dtype, total)
+            _write_scores(output, case, name, dtype, total, multilabel=cases.channel_names is not None)
             _write_labels(output, case, name, cases)
-        output.text(CONFIG_NAME, _describe(cases, spacing, case))
+        output.text(CONFIG_NAME, _describe(cases, spacing))
     size = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
     voxels = max(total.voxels, 1)
     return PackReport(
@@ -108,9 +108,10 @@ class _Totals:
     nll_stored: float = 0.0
 
 
-def _write_scores(output: OutputFolder, case: Case, name: str, dtype: StoredType, total: _Totals) -> None:
+def _write_scores(
+    output: OutputFolder, case: Case, name: str, dtype: StoredType, total: _Totals, *, multilabel: bool
+) -> None:
     batch, classes, *spatial = case.shape
-    multilabel = batch > 1
     shape = (batch if multilabel else classes, *spatial)
     everything = slice(None)
     with output.array(f"logits/{name}", shape, dtype, case=case, row_axis=1, key="logits") as sink:
@@ -139,8 +140,9 @@ def _write_labels(output: OutputFolder, case: Case, name: str, cases: CaseSet) -
     labels = case.labels
     highest = max(cases.num_classes - 1, cases.ignore_index)
     dtype = np.uint8 if cases.ignore_index >= 0 and highest < 256 else np.int16 if highest < 2**15 else np.int32
-    array = (labels if case.shape[0] > 1 else labels[0]).numpy()
-    _write_whole(output, f"labels/{name}", array, dtype, case, "labels", row_axis=int(case.shape[0] > 1))
+    channels = int(cases.channel_names is not None)
+    array = (labels if channels else labels[0]).numpy()
+    _write_whole(output, f"labels/{name}", array, dtype, case, "labels", row_axis=channels)
 
 
 def _write_extras(output: OutputFolder, case: Case, name: str) -> None:
@@ -165,16 +167,16 @@ def _write_whole(
             sink.write(index, array[index])
 
 
-def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], example: Case) -> str:
+def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]]) -> str:
     """The ``segcal.toml`` of what was written. JSON's numbers and lists of them are TOML's, too."""
     lines = ["# Written by segcal.", 'kind = "logits"', f"ignore_index = {cases.ignore_index}"]
-    if example.shape[0] > 1:
+    if cases.channel_names is not None:
         lines.append("multilabel = true")
     else:
         lines.append(f"classes = {cases.num_classes}")
         lines.append(background_line(cases.background))
-    if cases.class_names:
-        lines.append(f"class_names = {toml_texts(cases.class_names)}")
+    if names := cases.channel_names or cases.class_names:
+        lines.append(f"class_names = {toml_texts(names)}")
     if isinstance(cases.groups, str):
         lines.append(f"groups = {toml_text(cases.groups)}")
     values = set(spacing.values())

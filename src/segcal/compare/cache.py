@@ -86,6 +86,11 @@ def content_key(**content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+def class_key(cases: CaseSet) -> tuple[Any, ...]:
+    """What the classes and channels of cases are, for a ``content_key``."""
+    return cases.num_classes, cases.ignore_index, cases.background, cases.class_names, cases.channel_names
+
+
 def fingerprints(cases: CaseSet) -> dict[str, str]:
     """A hash of each case's origin: names, sizes and times of its files, a generator's arguments, or its content.
 

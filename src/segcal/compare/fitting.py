@@ -16,7 +16,7 @@ from typing import Any
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.cases import CaseSet
-from segcal.compare.cache import Store, content_key
+from segcal.compare.cache import Store, class_key, content_key
 from segcal.compare.settings import Select, Tune
 from segcal.errors import SegcalError, WorkerError
 from segcal.tuning import tune
@@ -49,7 +49,7 @@ class FitTask:
             **{name: part and [(i, known[i]) for i in part.ids] for name, part in parts.items()},
             "variant": variant,
             "defaults": CALIBRATORS[fields["method"]]().arguments(),
-            "classes": (calibration.num_classes, calibration.ignore_index, calibration.class_names),
+            "classes": class_key(calibration),
         }
         return cls(**fields, key=content_key(**content))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
-from segcal.compare.cache import Store, content_key
+from segcal.compare.cache import Store, class_key, content_key
 from segcal.compare.settings import column_name
 from segcal.errors import SegcalError, WorkerError
 from segcal.evaluate import evaluate_many
@@ -82,12 +82,7 @@ class Group(NamedTuple):
         return content_key(
             fit=self.fits[method],
             cases=[(i, self.known[i]) for i in self.cases.ids],
-            classes=(
-                self.cases.num_classes,
-                self.cases.ignore_index,
-                self.cases.background,
-                self.cases.class_names,
-            ),
+            classes=class_key(self.cases),
             columns=[column_name(column) for column in self.columns],
             rows=Row._fields,
             variant=self.variant,

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
 from segcal.cases.caseset import CaseRef, Split
 from segcal.compare.cache import fingerprints
@@ -49,10 +50,7 @@ class ShiftedSet:
 def given_sets(cases: CaseSet, shifted: Mapping[str, CaseSet]) -> list[ShiftedSet]:
     """Second datasets, which must have the same classes."""
     for name, other in shifted.items():
-        if other.num_classes != cases.num_classes:
-            raise InputError(
-                f"'{name}' has {other.num_classes} classes", where="shifted", expected=f"{cases.num_classes}"
-            )
+        check_classes(other, cases, have=f"'{name}' has", whose="the dataset")
     return [ShiftedSet(name, other, fingerprints(other)) for name, other in shifted.items()]
 
 
