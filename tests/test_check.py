@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -156,3 +158,18 @@ def test_large_transposed_images_are_noticed_on_a_grid(tmp_path, size):
     assert any("transposed" in note for note in segcal.check(tmp_path).notes)
     np.save(tmp_path / "labels" / "a.npy", y.T)
     assert not any("transposed" in note for note in segcal.check(tmp_path).notes)
+
+
+def test_compressed_members_are_decoded_once(tmp_path, monkeypatch):
+    from segcal.cases.formats.arrays import NpzFile
+
+    root = plain(tmp_path, count=1)
+    (root / "logits" / "case0.npy").unlink()
+    for member in range(3):
+        (root / "logits" / f"m{member}").mkdir()
+        np.savez(root / "logits" / f"m{member}" / "case0.npz", logits=logits(member))
+    decode, decoded = NpzFile._decode, []
+    monkeypatch.setattr(NpzFile, "_decode", lambda self: decoded.append(self.path) or decode(self))
+    monkeypatch.setattr(sys.modules["segcal.check"], "row_slices", lambda shape: [slice(k, k + 1) for k in range(9)])
+    assert not segcal.check(root).problems
+    assert len(decoded) == 3

@@ -23,7 +23,7 @@ from segcal.metrics import Measure, accuracy, entropy, nll
 from segcal.results import plain
 from segcal.statistics import VoxelStatistics
 from segcal.threads import torch_threads
-from segcal.types import row_slices
+from segcal.types import Case, row_slices
 
 T = TypeVar("T")
 
@@ -190,8 +190,11 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
     report.spacings[source.spacing] += 1
     report.statistics = report.statistics or VoxelStatistics(source.num_classes, (), classwise=False)
     agreement = _Agreement(source)
+    case = Case(source)
+    if source.num_members and not source.sliceable:  # Every part would decode all members again.
+        attempt("logits", lambda: case.logits)
     for rows in row_slices((source.batch, source.num_classes, *source.spatial)):
-        logits = attempt("logits", partial(source.logits, rows))
+        logits = attempt("logits", partial(case.rows, "logits", rows))
         labels = attempt("labels", partial(source.labels, rows)) if files.label else None
         mask = attempt("mask", partial(source.mask, rows))
         image = attempt("image", partial(source.image, rows))

@@ -181,3 +181,20 @@ def test_hdf5_that_was_not_written_is_seen(tmp_path, folder, chunked):
     with h5py.File(root / folder / "case0.h5", "r+") as file:
         file["a"][...] = 0
     assert not segcal.check(root).problems
+
+
+def test_virtual_hdf5_needs_its_sources(tmp_path):
+    root = dataset(tmp_path)
+    layout = h5py.VirtualLayout((4, *SHAPE), "f4")
+    for k in range(4):
+        with h5py.File(root / f"{k}.h5", "w") as file:
+            file["a"] = logits(0, shape=SHAPE)[k]
+        layout[k] = h5py.VirtualSource(str(root / f"{k}.h5"), "a", SHAPE)
+    (root / "logits" / "case0.npy").unlink()
+    with h5py.File(root / "logits" / "case0.h5", "w") as file:
+        file.create_virtual_dataset("a", layout)
+    assert not segcal.check(root).problems
+    np.testing.assert_array_equal(segcal.open_cases(root)[0].logits[0], logits(0, shape=SHAPE))
+    (root / "2.h5").unlink()
+    (problem,) = segcal.check(root).problems
+    assert "1 of 4 chunks are missing" in str(problem)

@@ -42,6 +42,10 @@ class H5File(ArrayFile):
         """The chunks on disk. HDF5 leaves out none that was written."""
         with _h5py().File(self.path, "r") as file:
             data = file[self.key]
+            if data.is_virtual:  # Made of other files; those that are not there read as the fill value.
+                sources = {source.file_name for source in data.virtual_sources()}
+                there = [name for name in sources if name == "." or (self.path.parent / name).is_file()]
+                return Stored(len(sources), len(there))
             if data.chunks is None:
                 return Stored(1, int(data.id.get_storage_size() > 0))
             wanted = math.prod(-(-size // chunk) for size, chunk in zip(data.shape, data.chunks, strict=True))
