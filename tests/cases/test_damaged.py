@@ -227,3 +227,17 @@ def test_lack_of_memory_is_an_error_of_the_case(tmp_path, monkeypatch):
 
     monkeypatch.setattr(arrays.NpyFile, "_read", fail)
     assert {problem.case for problem in segcal.check(root).problems} == {"case0", "case1"}
+
+
+def test_lack_of_memory_in_torch_is_one_too(tmp_path, monkeypatch):
+    import segcal.cases.disk as disk
+
+    root = plain(tmp_path, count=1)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(disk, "canonical_logits", fail)
+    (problem,) = segcal.check(root).problems
+    assert str(problem).startswith("case 'case0'")
+    assert "does not fit into memory" in str(problem)

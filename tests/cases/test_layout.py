@@ -171,6 +171,8 @@ def test_names_that_are_not_utf8_are_refused(tmp_path, folder):
         segcal.open_cases(root)
     with pytest.raises(DataError, match="is not UTF-8"):
         segcal.open_cases(surrogate(tmp_path))
+    with pytest.raises(DataError, match="is not UTF-8"):  # No dataset, but something with a name.
+        segcal.open_cases(root / folder)
 
 
 def test_two_spellings_of_one_name_are_an_error(tmp_path):

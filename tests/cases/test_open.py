@@ -84,6 +84,7 @@ def test_configuration_file_and_keywords(tmp_path):
         ("[regions]", "a list of labels for every channel"),
         ("[regions]\na = []", "a list of labels"),
         ("[regions]\na = [true]", "a list of labels"),
+        ("[regions]\na = [-1]", "a list of labels"),
         ("[regions]\na = [1]\nb = [2]", r"2 \[regions\]; expected 4, one per channel"),
         ("class_names = ['a', 'b', 'b', 'd']", "different names"),
         ("multilabel = 1", "expected true or false"),

@@ -167,7 +167,7 @@ def _parse(name: str, value: Any) -> Any:
         _require("[regions]", dict(table), bool(table), "a list of labels for every channel")
         return {
             region: tuple(
-                _require(f"regions.{region}", item, _is_list(item, _is_int) and len(item) > 0, "a list of labels")
+                _require(f"regions.{region}", item, _is_list(item, _is_label) and len(item) > 0, "a list of labels")
             )
             for region, item in table.items()
         }
@@ -206,6 +206,10 @@ def _spacing(name: str, value: Any) -> tuple[float, ...]:
 def _is_int(value: Any) -> bool:
     """Whether this is a whole number that a label can be."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_label(value: Any) -> bool:
+    return _is_int(value) and value >= 0
 
 
 def _is_list(value: Any, good: Callable[[Any], bool]) -> bool:

@@ -171,6 +171,10 @@ class DiskCase:
 
     def logits(self, rows: slice) -> Tensor:
         """Canonical logits of some rows, pooled over the members."""
+        with self._naming():
+            return self._pool(rows)
+
+    def _pool(self, rows: slice) -> Tensor:
         shape = (self.batch, self.num_classes, rows.stop - rows.start, *self.spatial[1:])
         if len(self.members) == 1:
             return self._read(self.members[0], rows, slice(0, shape[2]))
@@ -251,7 +255,8 @@ class DiskCase:
                 labels = np.where(labels == self.ignore_index, self.ignore_index, np.stack(regions))
             else:
                 self._check_range(labels, self.num_classes, rows.start)
-        return torch.from_numpy(np.ascontiguousarray(labels, dtype=np.int64)).reshape(self.batch, -1, *self.spatial[1:])
+            labels = np.ascontiguousarray(labels, dtype=np.int64)
+        return torch.from_numpy(labels).reshape(self.batch, -1, *self.spatial[1:])
 
     def _check_range(self, labels: Array, count: int, first_row: int) -> None:
         bad = (labels != self.ignore_index) & ((labels < 0) | (labels >= count))
@@ -300,11 +305,12 @@ class DiskCase:
         """The image ``(1, channels, rows, ...)``, in the values of its files."""
         if not self.files.images:
             return None
-        channels = []
-        for path in self.files.images:
-            array = self._extra(path, IMAGE_KEYS, rows)
-            channels.append(array if array.ndim > len(self.spatial) else array[None])
-        return torch.from_numpy(np.ascontiguousarray(np.concatenate(channels), dtype=np.float32))[None]
+        with self._naming():
+            channels = []
+            for path in self.files.images:
+                array = self._extra(path, IMAGE_KEYS, rows)
+                channels.append(array if array.ndim > len(self.spatial) else array[None])
+            return torch.from_numpy(np.ascontiguousarray(np.concatenate(channels), dtype=np.float32))[None]
 
     def posterior(self, rows: slice) -> Tensor | None:
         """The true posterior of a scene."""

@@ -247,8 +247,11 @@ def _undeclared(problem: str, root: Path) -> DataError:
     )
 
 
-def _nothing_found(root: Path) -> DataError:
-    entries = sorted(item.name + ("/" if item.is_dir() else "") for item in root.iterdir() if not _hidden(item))
+def _nothing_found(root: Path) -> SegcalError:
+    problems: list[SegcalError] = []
+    entries = [item.name + ("/" if item.is_dir() else "") for item in list_folder(root, problems)]
+    if problems:
+        return problems[0]
     if not entries:
         return DataError("the folder is empty", where=str(root), expected="a dataset: logits/ or probs/, and labels/")
     if any(name.lower().endswith(".npz") or name.startswith("fold_") for name in entries):
