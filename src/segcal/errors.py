@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SegcalError(ValueError):
     """Base of all errors segcal raises on purpose.
@@ -37,7 +40,7 @@ class SegcalError(ValueError):
             text += f"; expected {self.expected}"
         if self.fix:
             text += f". To fix: {self.fix}"
-        return text if text.endswith(".") else text + "."
+        return text if text.endswith((".", "?")) else text + "."
 
     def at(self, *, case: str | None = None, where: str | None = None) -> SegcalError:
         """The same error with the place filled in where it was not known yet."""
@@ -76,3 +79,42 @@ class MissingExtraError(SegcalError, ImportError):
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {library}, which is not installed", fix=f"pip install 'segcal[{extra}]'")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """What to say to a misspelt name.
+
+    Examples:
+        >>> did_you_mean("CMSop", ["ts", "cms-ap", "cms-op"]), did_you_mean("xyz", ["ts"])
+        ("did you mean 'cms-op'?", None)
+    """
+    folded = {one.casefold(): one for one in known}
+    close = difflib.get_close_matches(str(name).casefold(), list(folded), n=1)
+    return f"did you mean '{folded[close[0]]}'?" if close else None
+
+
+def check_name(
+    what: str,
+    name: object,
+    known: Iterable[str],
+    *,
+    expected: str | None = None,
+    where: str | None = None,
+    error: type[SegcalError] = InputError,
+) -> None:
+    """Raise unless a name is known: one way for methods, metrics, regions, presets, losses and choices.
+
+    Examples:
+        >>> check_name("metric", "ece", ["nll", "ece"])
+        >>> check_name("metric", "eec", ["nll", "ece"])
+        Traceback (most recent call last):
+        segcal.errors.InputError: metric is 'eec'; expected one of nll, ece. To fix: did you mean 'ece'?
+    """
+    names = list(known)
+    if name not in names:
+        raise error(
+            f"{what} is {name!r}",
+            expected=expected or f"one of {', '.join(names)}",
+            fix=did_you_mean(name, names),
+            where=where,
+        )

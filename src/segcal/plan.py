@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.metrics import METRICS, Aggregation, Column, MetricSpec, check_options, options_of
 from segcal.metrics.calibration import BANDS
 from segcal.regions import REGIONS
@@ -127,8 +127,7 @@ def parse_metric(text: str) -> tuple[str, dict[str, Any]]:
 
 def _checked(column: Column, regions: Sequence[str]) -> Column:
     spec = metric_spec(column.metric)
-    if column.region not in regions:
-        raise InputError(f"region is {column.region!r}", expected=f"one of {', '.join(regions)}")
+    check_name("region", column.region, regions)
     whole = "surfaces" in spec.needs
     if whole and column.region != EVERYTHING:
         raise InputError(f"metric '{spec.id}' in region '{column.region}'", expected="surfaces of whole cases")
@@ -139,6 +138,5 @@ def _checked(column: Column, regions: Sequence[str]) -> Column:
 
 def metric_spec(id: str) -> MetricSpec:
     """The metric of this id, or an error that lists them all."""
-    if id not in METRICS:
-        raise InputError(f"metric is {id!r}", expected=f"one of {', '.join(METRICS)}")
+    check_name("metric", id, METRICS)
     return METRICS[id]

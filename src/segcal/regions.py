@@ -29,7 +29,7 @@ import torch
 from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 
 BAND_EDGES = (0.0, 3.0, 7.0, 15.0, math.inf)
 PATCH_COUNT = 10
@@ -269,8 +269,7 @@ class CaseRegions:
         """
         if isinstance(region, Tensor):
             return iter([Part(self._whole, self.mask(region))])
-        if region not in REGIONS:
-            raise InputError(f"region is {region!r}", expected=f"a bool mask or one of {', '.join(REGIONS)}")
+        check_name("region", region, REGIONS, expected=f"a bool mask or one of {', '.join(REGIONS)}")
         return REGIONS[region].parts(self)
 
     @property

@@ -24,7 +24,7 @@ from segcal.calibrators.per_channel import for_each_channel
 from segcal.case_measures import case_views, windows
 from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_name
 from segcal.metrics import Measure, brier, ece, nll
 from segcal.plan import DEFAULT_BINS, Plan
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -106,13 +106,10 @@ def tune(
         >>> len(calibrator.tuning), calibrator.fit_report.nll_after < calibrator.fit_report.nll_before
         (2, True)
     """
-    if select not in _METRICS:
-        raise InputError(f"select is {select!r}", expected="'nll', 'ece' or 'brier'")
-    if voxels not in ("auto", "all"):
-        raise InputError(f"voxels is {voxels!r}", expected="'auto' or 'all'")
+    check_name("select", select, _METRICS)
+    check_name("voxels", voxels, ("auto", "all"))
     if isinstance(calibrator, str):
-        if calibrator not in CALIBRATORS:
-            raise InputError(f"calibrator is '{calibrator}'", expected=f"one of {', '.join(CALIBRATORS)}")
+        check_name("calibrator", calibrator, CALIBRATORS)
         calibrator = CALIBRATORS[calibrator]()
     if validation is not None:
         check_classes(validation, calibration, have="validation has", whose="calibration")

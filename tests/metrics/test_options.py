@@ -70,7 +70,7 @@ def test_a_changed_option_changes_the_value(cases, id, option):
 def test_unknown_options_are_refused_with_those_there_are(cases, id):
     known = ", ".join(options_of(METRICS[id].function)) or "no options"
     for request in (f"{id}[nope=1]", f"{id}[region=boundary]", f"{id}[exact=true]", Column(id, options={"nope": 1})):
-        with pytest.raises(InputError, match=rf"metric '{id}' has no option '\w+'; expected {known}\.$"):
+        with pytest.raises(InputError, match=rf"metric '{id}' has no option '\w+'; expected {known}\."):
             evaluate(cases, metrics=(request,))
 
 

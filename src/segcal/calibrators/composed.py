@@ -11,7 +11,7 @@ from torch import Tensor
 from segcal.calibrators.base import Calibrator, FitData
 from segcal.case_scores import case_scores
 from segcal.cases import CaseRef, CaseSet
-from segcal.errors import InputError
+from segcal.errors import check_name
 from segcal.types import Case, CaseSource
 
 #: A calibrator, its id, its id and arguments as ``describe`` gives them, or none.
@@ -30,9 +30,8 @@ def base_calibrator(base: Base) -> Calibrator | None:
     if base is None or isinstance(base, Calibrator):
         return base
     name, arguments = (base, {}) if isinstance(base, str) else (base.get("id"), base.get("arguments", {}))
-    if name not in CALIBRATORS:
-        raise InputError(f"base is {name!r}", expected=f"a calibrator or one of {', '.join(CALIBRATORS)}")
-    return CALIBRATORS[name](**arguments)
+    check_name("base", name, CALIBRATORS, expected=f"a calibrator or one of {', '.join(CALIBRATORS)}")
+    return CALIBRATORS[str(name)](**arguments)
 
 
 def describe(base: Calibrator | None) -> dict[str, Any] | None:

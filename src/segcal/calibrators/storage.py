@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from segcal.errors import DataError
+from segcal.errors import DataError, check_name
 from segcal.results import number, plain
 from segcal.types import FitReport
 
@@ -85,8 +85,7 @@ def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
             where=str(path),
             expected=f"a complete file written by Calibrator.save ({_FORMAT}, version {_VERSION})",
         ) from None
-    if stored.id not in known:
-        raise DataError(f"calibrator '{stored.id}'", where=str(path), expected=f"one of {', '.join(known)}")
+    check_name("calibrator", stored.id, known, where=str(path), error=DataError)
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise DataError(f"parameter '{name}' is not finite", where=str(path), fix="fit and save it again")

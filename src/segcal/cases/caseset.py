@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_name
 from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
 # Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
@@ -131,8 +131,7 @@ class CaseSet(Sequence[Case]):
 
     def part(self, name: str) -> CaseSet:
         """The cases of a part that ``segcal.toml`` declares under ``[splits]``."""
-        if name not in PARTS:
-            raise InputError(f"part is {name!r}", expected=f"one of {', '.join(PARTS)}")
+        check_name("part", name, PARTS)
         if name not in self.splits:
             raise InputError(
                 f"the dataset declares no {name} part",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from segcal.errors import ConfigError
+from segcal.errors import ConfigError, did_you_mean
 from segcal.types import Kind
 
 if sys.version_info >= (3, 11):
@@ -132,11 +131,10 @@ def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:
     known = [item.name for item in fields(DatasetConfig)]
     for name in raw:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
                 f"unknown key '{name}'",
                 expected="one of " + ", ".join(known),
-                fix=f"did you mean '{close[0]}'?" if close else None,
+                fix=did_you_mean(name, known),
             )
     return DatasetConfig(**{name: _parse(name, value) for name, value in raw.items() if value is not None})
 

@@ -19,7 +19,7 @@ from segcal.cases import CaseSet, Split
 from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import out, progress, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.evaluate import evaluate
 from segcal.results import plain
 from segcal.tuning import tune
@@ -71,8 +71,7 @@ def fit_command(
 
     Example: segcal fit study/ --method cms-op --tune nll -o cal.safetensors
     """
-    if method not in CALIBRATORS:
-        raise InputError(f"method is '{method}'", where="--method", expected=f"one of {', '.join(CALIBRATORS)}")
+    check_name("method", method, CALIBRATORS, where="--method")
     cases = open_data(data, layout, labels)
     split = _split(cases, test, seed)
     validation = split.validation if len(split.validation) else None

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseSet
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.metrics import Column
 from segcal.metrics.calibration import BANDS
 from segcal.plan import LOCAL, metric_spec, parse_metric
@@ -53,15 +53,15 @@ class Settings:
                 f"fractions are {self.fractions}", expected="three shares above 0: calibration, validation, test"
             )
         for name, kind in (("tune", Tune), ("select", Select), ("preserve", Preserve)):
-            _one_of(name, getattr(self, name), get_args(kind))
+            check_name(name, getattr(self, name), get_args(kind))
         for space in self.pooling:
-            _one_of("pooling", space, get_args(Pooling))
+            check_name("pooling", space, get_args(Pooling))
         for study in self.sensitivity:
-            _one_of("sensitivity", study, get_args(Sensitivity))
+            check_name("sensitivity", study, get_args(Sensitivity))
         if not self.regions or not self.metrics:
             raise InputError("no regions or no metrics", expected="at least one of each")
         for region in self.regions:
-            _one_of("region", region, tuple(REGIONS))
+            check_name("region", region, REGIONS)
         for metric in self.metrics:
             parse_metric(metric)
 
@@ -139,15 +139,8 @@ def resolve_methods(methods: str | Sequence[str], *, members: bool = False) -> t
         return tuple(id for id, cls in CALIBRATORS.items() if cls().preserves is not None)
     wanted = (methods,) if isinstance(methods, str) else tuple(dict.fromkeys(methods))
     for id in wanted:
-        if id not in CALIBRATORS:
-            raise InputError(
-                f"method is {id!r}", expected=f"'all', 'decision-preserving', or some of {', '.join(CALIBRATORS)}"
-            )
+        known = f"'all', 'decision-preserving', or some of {', '.join(CALIBRATORS)}"
+        check_name("method", id, ("all", "decision-preserving", *CALIBRATORS), expected=known)
     if not wanted:
         raise InputError("no methods", expected="at least one")
     return wanted
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise InputError(f"{name} is {value!r}", expected=f"one of {', '.join(known)}")

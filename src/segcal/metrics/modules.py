@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from segcal.errors import InputError, MissingExtraError
+from segcal.errors import InputError, MissingExtraError, check_name, did_you_mean
 from segcal.metrics import METRICS, MetricSpec, reliability
 from segcal.scores import KINDS, canonical_logits
 from segcal.statistics import Layout, VoxelStatistics
@@ -114,10 +114,8 @@ class MulticlassCalibrationError(_Sums):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if norm not in get_args(Norm):
-            raise InputError(f"norm is {norm!r}", expected=f"one of {', '.join(get_args(Norm))}")
-        if kind not in ("auto", *KINDS):
-            raise InputError(f"kind is {kind!r}", expected=f"one of auto, {', '.join(KINDS)}")
+        check_name("norm", norm, get_args(Norm))
+        check_name("kind", kind, ("auto", *KINDS))
         self.num_classes, self.n_bins, self.norm = num_classes, n_bins, norm
         self.ignore_index, self.validate_args, self.kind = ignore_index, validate_args, kind
         self._nothing = VoxelStatistics(num_classes, (n_bins,), classwise=False)
@@ -178,8 +176,7 @@ class Calibration(_Sums):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if kind not in KINDS:
-            raise InputError(f"kind is {kind!r}", expected=f"one of {', '.join(KINDS)}")
+        check_name("kind", kind, KINDS)
         specs = [_spec(id) for id in metrics]
         self.num_classes, self.metrics, self.bins = num_classes, tuple(metrics), bins
         self.ignore_index, self.kind = ignore_index, kind
@@ -214,7 +211,7 @@ def _spec(id: str) -> MetricSpec:
     usable = [spec.id for spec in METRICS.values() if set(spec.needs) <= {"classwise", "uncalibrated"}]
     if id not in usable:
         needs = f", which needs {' and '.join(METRICS[id].needs)}" if id in METRICS else ""
-        raise InputError(f"metric {id!r}{needs}", expected=f"some of {', '.join(usable)}")
+        raise InputError(f"metric {id!r}{needs}", expected=f"some of {', '.join(usable)}", fix=did_you_mean(id, usable))
     return METRICS[id]
 
 

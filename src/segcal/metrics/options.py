@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from segcal.errors import InputError
+from segcal.errors import InputError, did_you_mean
 from segcal.kernels.grid import MAX_BINS
 from segcal.metrics.measure import MetricSpec
 
@@ -101,7 +101,9 @@ def check_options(spec: MetricSpec, options: Mapping[str, Any]) -> dict[str, Any
     for name, given in options.items():
         if name not in known:
             raise InputError(
-                f"metric '{spec.id}' has no option '{name}'", expected=", ".join(known) if known else "no options"
+                f"metric '{spec.id}' has no option '{name}'",
+                expected=", ".join(known) if known else "no options",
+                fix=did_you_mean(name, known),
             )
         value = known[name].value(given)
         if value is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from segcal.errors import InputError
+from segcal.errors import check_name
 from segcal.metrics.calibration import BANDS
 from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -151,6 +151,5 @@ def preset(id: str) -> Preset:
         >>> preset("crac").regions
         ('foreground',)
     """
-    if id not in PRESETS:
-        raise InputError(f"preset is {id!r}", expected=f"one of {', '.join(PRESETS)}")
+    check_name("preset", id, PRESETS)
     return PRESETS[id]

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -108,8 +108,7 @@ def flip(
         >>> flip(stats), flip(stats, kind="harmful"), flip(stats, kind="beneficial")
         (0.5, 0.5, 0.0)
     """
-    if kind not in _FLIPS:
-        raise InputError(f"kind is {kind!r}", expected=f"one of {', '.join(_FLIPS)}")
+    check_name("kind", kind, _FLIPS)
     compared, *changed = (int(value) for value in stats.total(region).flips)
     return Measure.ratio(sum(changed) if kind == "all" else changed[_FLIPS.index(kind) - 1], compared)
 

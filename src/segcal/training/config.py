@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from segcal.errors import ConfigError
+from segcal.errors import ConfigError, did_you_mean
 from segcal.losses import LOSSES
 from segcal.training.networks import Network, Norm
 
@@ -140,17 +139,11 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What to say to a misspelt name."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean '{close[0]}'?" if close else None
-
-
 def _known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"unknown {kind} '{name}'", expected=f"one of {', '.join(known)}", fix=nearest(name, known)
+                f"unknown {kind} '{name}'", expected=f"one of {', '.join(known)}", fix=did_you_mean(name, known)
             )
 
 

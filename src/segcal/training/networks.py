@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segcal.errors import DataError, InputError
+from segcal.errors import DataError, InputError, check_name
 from segcal.files import atomic_path
 
 Network = Literal["unet", "residual-unet"]
@@ -187,7 +187,6 @@ def _check(channels: int, classes: int, network: Any, width: int, depth: int, no
     if not 1 <= depth <= 8:
         raise InputError(f"depth is {depth}", expected="1 to 8 levels")
     for name, value, choices in (("network", network, get_args(Network)), ("norm", norm, get_args(Norm))):
-        if value not in choices:
-            raise InputError(f"{name} is {value!r}", expected=f"one of {', '.join(choices)}")
+        check_name(name, value, choices)
     if dims not in (2, 3):
         raise InputError(f"dims is {dims}", expected="2 (images, slices) or 3 (volumes)")

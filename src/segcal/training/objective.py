@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from segcal.errors import ConfigError
+from segcal.errors import ConfigError, check_name, did_you_mean
 from segcal.losses import BWCR, LOSSES, CombinedLoss, CRaC
-from segcal.training.config import LossSpec, nearest
+from segcal.training.config import LossSpec
 
 # What the dataset and the trainer say.
 _GIVEN = ("ignore_index", "reduction")
@@ -46,14 +46,13 @@ def _build(spec: LossSpec, classes: int, ignore_index: int) -> nn.Module:
             raise ConfigError(
                 f"unknown option '{name}' of loss '{spec.id}'",
                 expected=f"one of {', '.join(known)}",
-                fix=nearest(name, known),
+                fix=did_you_mean(name, known),
             )
     base = options.get("base", "ce")
     if base == "none":
         options["base"] = None
     elif base != "ce":
-        if base not in LOSSES:
-            raise ConfigError(f"base = {base!r}", expected=f"'none' or one of {', '.join(LOSSES)}")
+        check_name("base", base, ("none", *LOSSES), error=ConfigError)
         options["base"] = _build(LossSpec(base), classes, ignore_index)
     if cls is CRaC:
         options["num_classes"] = classes

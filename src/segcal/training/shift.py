@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_name
 from segcal.types import Case
 
 Corruption = Literal["noise", "blur", "brightness", "jpeg", "fog"]
@@ -61,11 +61,9 @@ def corrupt(image: Tensor, name: str, kind: Corruption | None, severity: Severit
     if not bool(((image >= 0) & (image <= 1)).all()):
         low, high = float(image.min()), float(image.max())
         raise InputError(f"image has values from {low:.4g} to {high:.4g}", expected="values in [0, 1]")
-    if severity not in SEVERITIES:
-        raise InputError(f"severity is {severity!r}", expected=f"one of {', '.join(SEVERITIES)}")
+    check_name("severity", severity, SEVERITIES)
     chosen = corruption_of(name, seed) if kind is None else kind
-    if chosen not in CORRUPTIONS:
-        raise InputError(f"kind is {kind!r}", expected=f"one of {', '.join(CORRUPTIONS)}")
+    check_name("kind", chosen, CORRUPTIONS)
     functions: dict[Corruption, Callable[[Tensor], Tensor]] = {
         "noise": lambda x: _noisy(x, _NOISE[severity], _hash(f"noise {name}", seed)),
         "blur": lambda x: _blurred(x, *_BLUR[severity]),
