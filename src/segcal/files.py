@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import os
@@ -14,12 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from segcal.errors import OutputError
 
 # A temporary name says which process of which machine made it, so that what a killed process left is known as such.
 _TEMPORARY = re.compile(r"\.segcal-tmp-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+")
+# Written at once where space cannot be reserved otherwise.
+_ZEROS = 2**20
 _TOKEN, _NUMBERS = secrets.token_hex(4), itertools.count()
 
 
@@ -118,10 +121,27 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot be written ({error.strerror or error})",
+            f"cannot be written ({error.strerror or str(error).partition(chr(10))[0]})",
             where=str(path),
             expected="a writable folder with enough space",
         ) from error
+
+
+def reserve(file: BinaryIO, size: int) -> None:
+    """Give a file its space from here on: a full disk is then an error now, not a crash of whoever maps the file."""
+    start = file.tell()
+    file.flush()
+    if size and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file.fileno(), start, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):  # The file system cannot do it.
+                raise
+        else:
+            return
+    end = file.seek(0, os.SEEK_END)  # What is there stays.
+    for part in range(end, start + size, _ZEROS):
+        file.write(bytes(min(_ZEROS, start + size - part)))
 
 
 def make_folders(folder: Path) -> list[Path]:

@@ -19,7 +19,10 @@ _FORMAT, _VERSION = "segcal.training", 1
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint, complete or not at all."""
     with atomic_path(path) as temporary:
-        torch.save({"format": _FORMAT, "version": _VERSION, **state}, temporary)
+        try:
+            torch.save({"format": _FORMAT, "version": _VERSION, **state}, temporary)
+        except RuntimeError as error:  # That is how torch calls a full disk.
+            raise OSError("torch could not write all of it") from error
 
 
 def load(path: Path) -> dict[str, Any]:

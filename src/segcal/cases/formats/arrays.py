@@ -27,6 +27,7 @@ from segcal.cases.formats.base import (
     require_length,
 )
 from segcal.errors import DataError
+from segcal.files import reserve
 
 
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -66,7 +67,10 @@ class NpySink(ArraySink):
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
         super().__init__(path, shape, dtype)
-        npy_format.open_memmap(path, mode="w+", dtype=self.dtype, shape=self.shape)
+        header = {"descr": npy_format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": self.shape}
+        with path.open("wb") as file:
+            npy_format.write_array_header_1_0(file, header)
+            reserve(file, math.prod(self.shape) * self.dtype.itemsize)
 
     def write(self, index: Index, block: Array) -> None:
         """Store a part; mapped anew each time for the reason given in ``NpyFile``."""

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Index, Stored, pick_key, require_length
 from segcal.errors import MissingExtraError
+from segcal.files import reserve
 
 
 def _h5py() -> Any:
@@ -61,8 +62,20 @@ class H5Sink(ArraySink):
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike, key: str) -> None:
         super().__init__(path, shape, dtype)
-        self._file = _h5py().File(path, "w")
-        self._data = self._file.create_dataset(key, self.shape, self.dtype)
+        h5py = _h5py()
+        size = math.prod(self.shape) * self.dtype.itemsize
+        # On a full disk HDF5 can neither write nor close a file: so it gets all space before it writes a value.
+        with path.open("wb") as file:
+            reserve(file, size)
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        with h5py.File(path, "w") as new:
+            new.create_dataset(key, self.shape, self.dtype, dcpl=layout)
+        with path.open("r+b") as file:
+            reserve(file, path.stat().st_size)
+        self._file = h5py.File(path, "r+")
+        self._data = self._file[key]
 
     def write(self, index: Index, block: Array) -> None:
         """Store a part."""
