@@ -80,6 +80,14 @@ class OwnFolder:
             problem += f", and not {self._holds} that could be resumed"
         return OutputError(problem, where=str(self.folder), expected="a new folder", fix="choose another folder")
 
+    def check_own(self, relative: str) -> None:
+        """Raise if there is something in a folder of this one that no earlier run wrote."""
+        with writing(self.folder):
+            items = sorted((self.folder / relative).iterdir()) if (self.folder / relative).is_dir() else []
+        for path in items:
+            if f"{relative}/{path.name}" not in self._known:
+                raise self._not_ours(path)
+
     def claim(self, relative: str) -> Path:
         """The path of a file to write, which is ours from now on: it was not there, or an earlier run wrote it."""
         path = self.folder / relative
@@ -89,12 +97,15 @@ class OwnFolder:
         if relative in self._claimed:
             raise OutputError("is written a second time", where=str(path), expected="a name of its own for every case")
         if path.is_symlink() or (path.exists() and relative not in self._known):
-            raise OutputError(
-                "is there already, and segcal did not write it", where=str(path), fix="choose another folder"
-            )
+            raise self._not_ours(path)
         self._claimed.add(relative)
         self.note({"file": relative})
         return path
+
+    def _not_ours(self, path: Path) -> OutputError:
+        return OutputError(
+            "is there already, and segcal did not write it", where=str(path), fix="choose another folder"
+        )
 
     def note(self, record: dict[str, Any]) -> None:
         """Add a line to the journal."""

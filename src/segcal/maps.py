@@ -25,6 +25,8 @@ from segcal.regions import CaseRegions
 from segcal.threads import torch_threads
 from segcal.types import Case, row_slices
 
+#: The names of the maps.
+MAPS = ("confidence", "prediction", "error", "confidence-balance", "band")
 # Scores converted to float64 at once: 8 MB, and about four such tensors live at a time.
 _PIECE_VALUES = 2**20
 
@@ -131,7 +133,7 @@ def write_maps(
         (32, 40)
     """
     check_classes(cases, calibrator)
-    with OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True) as output:
+    with open_maps(cases, folder) as output:
         for case in cases:
             progress(case.id)
             try:
@@ -151,6 +153,14 @@ def write_maps(
                 with output.array(path, shown.shape, shown.dtype, case=case, row_axis=0, geometry=geometry) as sink:
                     sink.write((slice(None),) * shown.ndim, shown)
             del case  # Otherwise it would live on while the next one is awaited.
+
+
+def open_maps(cases: CaseSet, folder: str | Path) -> OutputFolder:
+    """The folder for the maps of some cases, made when the first is written; raises if others' files are in the way."""
+    output = OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True)
+    for name in MAPS:
+        output.check_own(name)
+    return output
 
 
 def _label_geometry(case: Case) -> Geometry | None:

@@ -9,6 +9,8 @@ import pytest
 import segcal
 import segcal.cli
 from datasets import nnunet, plain, snapshot
+from segcal.errors import OutputError, SegcalError
+from segcal.results import Results
 
 
 @pytest.fixture
@@ -21,7 +23,8 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["segcal", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             segcal.cli.main()
-        return stop.value.code or 0, capsys.readouterr().err
+        call.shown, error = capsys.readouterr()
+        return stop.value.code or 0, error
 
     return call
 
@@ -128,10 +131,49 @@ def test_maps_replace_maps_and_nothing_else(run, tmp_path):
     once = snapshot(tmp_path / "maps" / "band")
     assert run("evaluate", "ds", "--metrics", "nll", "--maps", "maps")[0] == 0
     assert snapshot(tmp_path / "maps" / "band") == once
-    code, error = run("evaluate", "ds", "--metrics", "nll", "--maps", "study")
+    refused(run, tmp_path, "segcal did not write it", "evaluate", "ds", "--metrics", "nll", "--maps", "study")
+
+
+@pytest.mark.parametrize("place", ["file/x", "/proc/x", "/dev/null", "victim", "x" * 300])
+def test_a_place_that_cannot_be_written_is_known_before_the_work(run, tmp_path, cal, monkeypatch, place):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "victim").mkdir()
+
+    def work(*args, **kwargs):
+        raise AssertionError("the work began")
+
+    for name in ("fit.CALIBRATORS", "fit.evaluate", "evaluate.evaluate"):
+        monkeypatch.setattr(f"segcal.cli.{name}", {"ts": work} if name.endswith("RS") else work)
+    for option in (("fit", "ds", "-o"), ("evaluate", "ds", "-o"), ("evaluate", "ds", "--csv")):
+        refused(run, tmp_path, "Error in", *option, place)
+    if place != "victim":
+        for option in ("--plots", "--maps"):
+            refused(run, tmp_path, "Error in", "evaluate", "ds", option, place)
+        for command in (("apply", cal, "ds", "-o", place), ("pack", "ds", place), ("scenes", place)):
+            refused(run, tmp_path, "Error in", *command)
+        refused(run, tmp_path, "Error in", "compare", "ds", "-o", place)
+        refused(run, tmp_path, "Error in", "demo", "-o", place)
+
+
+def test_files_that_are_read_are_not_written(run, tmp_path, cal):
+    (tmp_path / "ds" / "segcal.toml").write_text("ignore_index = 255")
+    (tmp_path / "link.json").symlink_to(tmp_path / "ds" / "logits" / "case0.npy")
+    for name in ("ds/segcal.toml", "ds/labels/case0.npy", "link.json"):
+        for option in (("fit", "ds", "-o"), ("evaluate", "ds", "-o"), ("evaluate", "ds", "--csv")):
+            refused(run, tmp_path, "is read, too", *option, name)
+    refused(run, tmp_path, "is read, too", "evaluate", "ds", "--calibrator", cal, "-o", cal)
+    refused(run, tmp_path, "two results", "evaluate", "ds", "-o", "x", "--csv", "./x")
+
+
+def test_results_are_shown_where_they_cannot_be_kept(run, capsys, tmp_path, monkeypatch):
+    def full(self, path):
+        raise OutputError("cannot be written (No space left on device)", where=str(path))
+
+    monkeypatch.setattr(Results, "to_csv", full)
+    code, error = run("evaluate", "ds", "--metrics", "nll", "--csv", "x.csv")
     assert code == 1
-    assert "segcal did not write it" in error
-    np.testing.assert_array_equal(np.load(tmp_path / "study" / "prediction" / "case0.npy"), np.zeros(3))
+    assert "No space left" in error
+    assert "nll" in run.shown
 
 
 def test_a_demo_removes_only_what_a_demo_wrote(run, tmp_path, monkeypatch):
@@ -140,7 +182,7 @@ def test_a_demo_removes_only_what_a_demo_wrote(run, tmp_path, monkeypatch):
         (report / "work").mkdir(parents=True)
         (report / "work" / "fit.json").write_text(str(seed))
         if seed == 3:
-            raise KeyboardInterrupt
+            raise SegcalError("stopped")
 
     monkeypatch.setattr(segcal.cli.demo, "_demonstrate", write)
     run("pack", "ds", "d/scenes")  # as any packed dataset
@@ -150,8 +192,8 @@ def test_a_demo_removes_only_what_a_demo_wrote(run, tmp_path, monkeypatch):
     refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
     shutil.rmtree(tmp_path / "d" / "report")
     (tmp_path / "d" / "mine.txt").write_text("mine")
-    for seed in (0, 1, 3, 0):  # again and again; one of them is stopped in the middle
-        assert run("demo", "-o", "d", "--seed", seed)[0] == (130 if seed == 3 else 0)
+    for seed in (0, 1, 3, 0):  # again and again; one of them fails in the middle
+        assert run("demo", "-o", "d", "--seed", seed)[0] == (1 if seed == 3 else 0)
         assert (tmp_path / "d" / "report" / "work" / "fit.json").read_text() == str(seed)
     (tmp_path / "d" / "report" / "notes.txt").write_text("mine")
     refused(run, tmp_path, "report/notes.txt, which no demo wrote", "demo", "-o", "d")

@@ -13,9 +13,11 @@ from rich.table import Table
 from segcal.calibrators import load
 from segcal.cli.console import out, progress
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data
+from segcal.cli.outputs import check_files
 from segcal.errors import InputError
 from segcal.evaluate import DEFAULT_METRICS, evaluate
-from segcal.maps import write_maps
+from segcal.files import check_writable
+from segcal.maps import open_maps, write_maps
 from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.plan import parse_metric
 from segcal.regions import REGIONS
@@ -67,29 +69,41 @@ def evaluate_command(
     if split:
         cases = cases.part(split.value)
     fitted = load(calibrator) if calibrator else None
+    check_files([output, csv], cases, calibrator)
+    if plots:
+        from segcal.plots.style import canvas
+
+        check_writable(plots, folder=True)
+        canvas(None, 1, 1)  # Without matplotlib it says so now.
+    if maps:
+        open_maps(cases, maps)
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     with progress("evaluating", len(cases) * (1 + exact)) as step:
         results = evaluate(
             cases, fitted, metrics=columns, regions=_split(regions),
             exact=exact, workers=workers, seed=seed, progress=step,
         )  # fmt: skip
-    if output:
-        results.to_json(output)
-    if csv:
-        results.to_csv(csv)
-    if plots:
-        _draw(results, plots)
-    if maps:
-        with progress("mapping", len(cases)) as step:
-            write_maps(cases, maps, calibrator=fitted, progress=step)
+    try:
+        if output:
+            results.to_json(output)
+        if csv:
+            results.to_csv(csv)
+        if plots:
+            _draw(results, plots)
+        if maps:
+            with progress("mapping", len(cases)) as step:
+                write_maps(cases, maps, calibrator=fitted, progress=step)
+    finally:  # If the disk is full now, the results are at least seen.
+        _show(results, as_json)
+    if fitted and cases.splits and not split and not as_json:
+        out.print("[yellow]note[/] all cases, whatever their part; --split test leaves out those that were fitted to")
+
+
+def _show(results: Results, as_json: bool) -> None:
     if as_json:
         out.print_json(results.to_json())
     else:
         show_results(results)
-        if fitted and cases.splits and not split:
-            out.print(
-                "[yellow]note[/] all cases, whatever their part; --split test leaves out those that were fitted to"
-            )
 
 
 def show_results(results: Results) -> None:

@@ -19,6 +19,7 @@ from segcal.cases import CaseSet, Split
 from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import out, progress, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data
+from segcal.cli.outputs import check_files
 from segcal.errors import InputError, check_name
 from segcal.evaluate import evaluate
 from segcal.results import plain
@@ -73,6 +74,7 @@ def fit_command(
     """
     check_name("method", method, CALIBRATORS, where="--method")
     cases = open_data(data, layout, labels)
+    check_files([output], cases)
     split = _split(cases, test, seed)
     validation = split.validation if len(split.validation) else None
     with waiting(f"fitting {method}") as step:
