@@ -163,6 +163,7 @@ def _follow_path(
 ) -> Calibrator:
     if not strengths or not all(s >= 0 for s in strengths):
         raise InputError(f"strengths are {tuple(strengths)}", expected="penalties, zero or more, at least one")
+    calibrator.check_size(calibration.num_classes)
     falling = sorted(set(strengths), reverse=True)
     if validation is not None:
         parts = [(calibration, validation)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from segcal.calibrators.cost import FitCost, check_cost
 from segcal.calibrators.module import CalibratorModule, become
 from segcal.calibrators.per_channel import (
     channel_pieces,
@@ -188,6 +189,7 @@ class Calibrator(CalibratorModule, ABC):
     def _become(self, cases: CaseSet, fit: Callable[[Any], Fitted]) -> Self:
         """Fit a copy and, if that does not raise, be it."""
         started = time.perf_counter()
+        self.check_size(cases.num_classes)
         trial = self.single()
         trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
         trial.allocate(cases.num_classes)
@@ -197,6 +199,16 @@ class Calibrator(CalibratorModule, ABC):
         )
         become(self, trial)
         return self
+
+    def cost(self, num_classes: int) -> FitCost | None:
+        """What a fit to so many classes takes; None where that is little."""
+        return None
+
+    def check_size(self, num_classes: int) -> None:
+        """Raise where a fit to so many classes takes more memory than there is for it."""
+        cost = self.cost(num_classes)
+        if cost is not None:
+            check_cost(self.id, num_classes, cost)
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount | None:

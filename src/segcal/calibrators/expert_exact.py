@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch import Tensor
 from segcal.calibrators.base import Fitted
 from segcal.calibrators.expert_fit import Rows, Sums, expert_map, expert_sums
 from segcal.calibrators.expert_problem import ExpertProblem
-from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.first_pass import FirstPass, most_voxels
 from segcal.calibrators.penalty import Quadratic, odir
 from segcal.cases import CaseSet
 from segcal.kernels import Features, fast_maps
@@ -61,7 +62,8 @@ def _goes_astray(calibrator: ExpertCalibrator) -> bool:
 
 def _curvature_voxels(calibrator: ExpertCalibrator, num_classes: int) -> int:
     each = _VOXELS_PER_FREE_PARAMETER if _goes_astray(calibrator) else _VOXELS_PER_PARAMETER
-    return max(_CURVATURE_VOXELS, each * calibrator.identity(num_classes).size)
+    few = min(_CURVATURE_VOXELS, most_voxels(num_classes))
+    return max(few, each * math.prod(calibrator.shape(num_classes)))
 
 
 def fit_exactly(

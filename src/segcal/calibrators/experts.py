@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from segcal.calibrators.base import Calibrator, Choice, FitData, Fitted, LogUniform
+from segcal.calibrators.cost import FitCost, curvature_cost
 from segcal.calibrators.expert_adam import fit_by_adam
 from segcal.calibrators.expert_exact import fit_exactly, sample_voxels
 from segcal.calibrators.first_pass import FirstPass
@@ -100,15 +101,20 @@ class ExpertCalibrator(Calibrator):
         values = torch.from_numpy(theta).to(self.weight.device)
         self.weight, self.bias = values[:, :, :-1].contiguous(), values[:, :, -1].contiguous()
 
+    def shape(self, num_classes: int) -> tuple[int, int, int]:
+        """``(E, K, J + 1)`` of the parameters: experts, and each one's outputs and inputs, with the bias."""
+        outputs = num_classes - (self.features == "gaps")
+        return num_classes if self.routed else 1, outputs, 2 if self.features == "own-logit" else outputs + 1
+
     def identity(self, num_classes: int, experts: int | None = None) -> FloatArray:
         """The parameters ``(E, K, J + 1)`` that change nothing."""
-        experts = experts or (num_classes if self.routed else 1)
-        outputs = num_classes - (self.features == "gaps")
+        own_experts, outputs, columns = self.shape(num_classes)
+        theta = np.zeros((experts or own_experts, outputs, columns))
         if self.features == "own-logit":
-            return np.tile([1.0, 0.0], (experts, outputs, 1))
-        theta = np.zeros((experts, outputs, outputs + 1))
+            theta[:, :, 0] = 1
+            return theta
         theta[:, :, :-1] = np.eye(outputs)
-        if self.features == "margins" and experts > 1:
+        if self.features == "margins" and len(theta) > 1:
             own = np.arange(num_classes)
             theta[own, own, own] = 0  # the winner's margin is 0 anyway
         return theta
@@ -151,6 +157,11 @@ class ExpertCalibrator(Calibrator):
         penalty = LogUniform(1e-6, 1e-1, or_zero=True)
         rates = LogUniform(1e-4, 3e-2)
         return {"rate": rates, "patience": Choice((10, 20, 50)), "off_diagonal": penalty, "bias": penalty}
+
+    def cost(self, num_classes: int) -> FitCost:
+        """That of the curvature."""
+        voxels = sample_voxels(self, num_classes, everything=True)
+        return curvature_cost(*self.shape(num_classes), voxels)
 
     def fit_from(self, first: FirstPass, cases: CaseSet, start: Self | None = None) -> Self:
         """Fit to the sample of a first pass over the cases, starting from another fitted calibrator of this kind."""

@@ -18,6 +18,8 @@ from segcal.statistics import VoxelStatistics
 LOWEST, HIGHEST = 1e-3, 1e3
 # Voxels of the sample that the temperature is fitted to.
 _TEMPERATURE_VOXELS = 50_000
+# Scores in a sample, whatever is asked for: 128 MB of float32, which bind only where there are some hundred classes.
+_SCORES = 2**25
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class FirstPass:
     def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
         """Read all cases once; raises where scores or labels are unfit."""
         statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
-        sampler = VoxelSampler(cases.num_classes, voxels, seed)
+        sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
         impossible = False
         for case in cases:
             try:
@@ -65,6 +67,11 @@ class FirstPass:
     def beta(self) -> float:
         """1 / temperature of the sample's least NLL, within bounds."""
         return TemperatureSlope(self.sample.thin(_TEMPERATURE_VOXELS)).root()
+
+
+def most_voxels(num_classes: int) -> int:
+    """Voxels of so many classes that a sample may have."""
+    return max(1, _SCORES // num_classes)
 
 
 def check_nll(nll: float) -> None:

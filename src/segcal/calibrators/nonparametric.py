@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
+from segcal.calibrators.cost import FitCost
 from segcal.calibrators.first_pass import check_nll
 from segcal.calibrators.measured import mean_loss
 from segcal.cases import CaseSet
@@ -23,6 +24,8 @@ FloatArray = NDArray[np.float64]
 _SLOPE = 1e-9
 # The edges of binning are higher, in log p, by this share: there float32 would decide by its rounding.
 _ABOVE = 1e-6
+# Bytes a second at which memory is filled, roughly.
+_MEMORY_SPEED = 1e9
 
 
 def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
@@ -178,6 +181,11 @@ class HistogramBinning(Calibrator):
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {"num_bins": self.num_bins}
+
+    def cost(self, num_classes: int) -> FitCost:
+        """That of the fine histograms: three tables of 8 bytes a bin, for each class."""
+        memory = float(3 * 8 * LOGIT_BINS * num_classes)
+        return FitCost(memory, memory / _MEMORY_SPEED, f"{num_classes:,} fine histograms")
 
     def _fit(self, data: FitData) -> Fitted:
         histogram = histogram_over(data.cases, classwise=True)
