@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
+
+#: The largest seed. Some libraries take 32 bits, and repeats count on from the seed.
+MAX_SEED = 2**31 - 1
 
 
 class SegcalError(ValueError):
@@ -118,3 +122,23 @@ def check_name(
             fix=did_you_mean(name, names),
             where=where,
         )
+
+
+def check_whole(what: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise unless a value is a whole number from ``low`` to ``high``.
+
+    Examples:
+        >>> check_whole("workers", 2, 1)
+        >>> check_whole("workers", 0, 1)
+        Traceback (most recent call last):
+        segcal.errors.InputError: workers is 0; expected a whole number of at least 1.
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise InputError(f"{what} is {value!r}", expected=f"a whole number {wanted}")
+
+
+def check_seed(seed: object) -> None:
+    """Raise unless this can be a seed of everything that draws."""
+    check_whole("seed", seed, 0, MAX_SEED)

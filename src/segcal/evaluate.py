@@ -21,7 +21,7 @@ from segcal.case_measures import (
 )
 from segcal.case_scores import AnyCalibrator, check_classes
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_seed, check_whole
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
 from segcal.metrics.diagnosis import diagnose
 from segcal.plan import DEFAULT_BINS, Plan
@@ -103,9 +103,9 @@ def evaluate_many(
         >>> found["after"].value("nll") < found["before"].value("nll")
         True
     """
+    check_seed(seed)
+    check_whole("workers", workers, 1)
     plan = Plan.make(metrics, regions, masks or {}, seed, exact, cases.background)
-    if workers < 1:
-        raise InputError(f"workers is {workers}", expected="at least 1")
     if not len(cases):
         raise InputError("no cases", where="cases", expected="at least one")
     groups = cases.about_groups()  # Cases without a group are an error before the work, not after it.

@@ -24,7 +24,7 @@ from segcal.calibrators.per_channel import for_each_channel
 from segcal.case_measures import case_views, windows
 from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError, check_name
+from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole
 from segcal.metrics import Measure, brier, ece, nll
 from segcal.plan import DEFAULT_BINS, Plan
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -106,6 +106,8 @@ def tune(
         >>> len(calibrator.tuning), calibrator.fit_report.nll_after < calibrator.fit_report.nll_before
         (2, True)
     """
+    check_seed(seed)
+    check_whole("trials", trials, 1)
     check_name("select", select, _METRICS)
     check_name("voxels", voxels, ("auto", "all"))
     if isinstance(calibrator, str):

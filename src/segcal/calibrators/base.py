@@ -26,7 +26,7 @@ from segcal.calibrators.storage import Stored, calibrator_bytes, read_calibrator
 from segcal.calibrators.tensor_cases import tensors_as_cases
 from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.files import atomic_path
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax
@@ -154,8 +154,8 @@ class Calibrator(CalibratorModule, ABC):
         if isinstance(data, CaseSet) == (labels is not None):
             problem = "labels come with cases" if labels is not None else "logits come without labels"
             raise InputError(problem, expected="fit(cases) or fit(logits, labels)")
-        if voxels not in ("auto", "all"):
-            raise InputError(f"voxels is {voxels!r}", expected="'auto' or 'all'")
+        check_name("voxels", voxels, ("auto", "all"))
+        check_seed(seed)
         cases = data if isinstance(data, CaseSet) else tensors_as_cases(data, labels, ignore_index, mask)
         if not len(cases):
             raise InputError("no cases to fit to", expected="at least one")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
-from segcal.errors import InputError, SegcalError, check_name
+from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
 # Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
@@ -214,6 +214,7 @@ class CaseSet(Sequence[Case]):
         which part is random; the sizes are as near to the wanted ones as that allows. The order of the files does not
         matter: the same names and seed give the same parts.
         """
+        check_seed(seed)
         if calibration is validation is test is None:
             if self.splits:
                 return Split(*(self.select(self.splits.get(part, ())) for part in PARTS))
@@ -239,6 +240,7 @@ class CaseSet(Sequence[Case]):
 
     def folds(self, count: int, *, seed: int = 0, groups: Groups | None = None) -> list[tuple[CaseSet, CaseSet]]:
         """(The others, the fold) for each of ``count`` parts of nearly equal size, groups kept together as in split."""
+        check_seed(seed)
         members = by_group(self.ids, groups or self.groups)
         if not 2 <= count <= len(members):
             raise InputError(

@@ -15,7 +15,7 @@ import typer
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cli.console import out, study_progress
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
 from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
 from segcal.cli.study import show_study
@@ -53,7 +53,7 @@ def compare_command(
     labels: LabelsOption = None,
     repeats: Annotated[
         int | None,
-        typer.Option(help="Random splits, 3 by default. Where segcal.toml declares \\[splits]: 1, these."),
+        typer.Option(min=1, help="Random splits, 3 by default. Where segcal.toml declares \\[splits]: 1, these."),
     ] = None,
     fractions: Annotated[str, typer.Option(help="Shares for calibration, validation, test.")] = "0.5,0.2,0.3",
     tune: Annotated[
@@ -92,8 +92,8 @@ def compare_command(
     sensitivity: Annotated[
         str | None, typer.Option(help="Comma-separated: bins, size (calibration cases), members (ensemble size).")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes; fits are shared by method, evaluation by case.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of splits, fits and bootstrap.")] = 0,
+    workers: Workers = 1,
+    seed: Annotated[int, seed_option("Of splits, fits and bootstrap.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a study that was stopped.")] = False,
     as_json: Json = False,
 ) -> None:

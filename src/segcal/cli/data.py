@@ -16,6 +16,7 @@ from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.cases.open import find_cases
 from segcal.check import CheckReport, check
 from segcal.cli.console import err, out, progress
+from segcal.errors import MAX_SEED
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
 from segcal.metrics.diagnosis import verdict
 
@@ -53,7 +54,13 @@ LayoutOption = Annotated[
     Layout | None, typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
 ]
 LabelsOption = Annotated[Path | None, typer.Option(help="Folder of the ground truth, where it is not DATA/labels.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes; each takes a share of the work.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def seed_option(help: str) -> Any:
+    """The option ``--seed`` of a command."""
+    return typer.Option(min=0, max=MAX_SEED, help=help)
 
 
 def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:
@@ -129,7 +136,7 @@ def pack_command(
 def scenes_command(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
     volumes: Annotated[bool, typer.Option("--volumes", help="Write the 12 volumes instead of the 64 images.")] = False,
-    seed: Annotated[int, typer.Option(help="Same seed, same scenes.")] = 0,
+    seed: Annotated[int, seed_option("Same seed, same scenes.")] = 0,
     dtype: Annotated[StoredType, typer.Option(help="Precision of the stored logits.")] = StoredType.float32,
     format: Annotated[Format, typer.Option(help="File format.")] = Format.npy,
 ) -> None:

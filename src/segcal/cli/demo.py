@@ -18,7 +18,7 @@ from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import check
 from segcal.cli.console import out, progress, study_progress
-from segcal.cli.data import show_check
+from segcal.cli.data import seed_option, show_check
 from segcal.cli.evaluate import show_results
 from segcal.cli.study import show_study
 from segcal.compare import compare
@@ -41,7 +41,7 @@ def demo_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write; an earlier demo is replaced.")] = Path(
         "segcal-demo"
     ),
-    seed: Annotated[int, typer.Option(help="Same seed, same scenes.")] = 0,
+    seed: Annotated[int, seed_option("Same seed, same scenes.")] = 0,
 ) -> None:
     """Run segcal on synthetic scenes with a known truth: write, check, evaluate, and compare ten calibrators.
 

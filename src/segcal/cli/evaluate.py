@@ -12,7 +12,7 @@ from rich.table import Table
 
 from segcal.calibrators import load
 from segcal.cli.console import out, progress
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError
 from segcal.evaluate import DEFAULT_METRICS, evaluate
@@ -54,8 +54,8 @@ def evaluate_command(
     exact: Annotated[
         bool, typer.Option("--exact", help="Exact equal-mass bins (ace-adaptive, tace): reads every case twice.")
     ] = False,
-    workers: Annotated[int, typer.Option(help="Processes; each takes a share of the cases.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the local patches.")] = 0,
+    workers: Workers = 1,
+    seed: Annotated[int, seed_option("Of the local patches.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.

@@ -18,7 +18,7 @@ from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, Split
 from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import out, progress, waiting
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError, check_name
 from segcal.evaluate import evaluate
@@ -60,10 +60,12 @@ def fit_command(
     test: Annotated[
         float | None,
         typer.Option(
-            help="Share of the cases held out for the table, 0.3 by default; 0 fits to all. Not with \\[splits]."
+            min=0,
+            max=1,
+            help="Share of the cases held out for the table, 0.3 by default; 0 fits to all. Not with \\[splits].",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split and the solver's start.")] = 0,
+    seed: Annotated[int, seed_option("Of the split and the solver's start.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Fit one calibrator and show before and after on held-out cases.

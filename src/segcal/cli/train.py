@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from segcal.cli.console import out, progress, waiting
+from segcal.cli.data import seed_option
 from segcal.training import Trainer, convert, load_config
 
 
@@ -47,7 +48,7 @@ def convert_command(
     packed: Annotated[Path, typer.Argument(metavar="PACKED", help="An npz file of encoded images and labels.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
     patients: Annotated[int | None, typer.Option(min=1, help="Only so many patients, drawn at random.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw, and of the 70/10/20 division.")] = 0,
+    seed: Annotated[int, seed_option("Of the draw, and of the 70/10/20 division.")] = 0,
     groups: Annotated[str, typer.Option(help="Regular expression of the patient in a volume's name.")] = r"^([^_]+)",
     class_names: Annotated[str | None, typer.Option(help="Comma-separated; known for acdc and camvid.")] = None,
     ignore_index: Annotated[int | None, typer.Option(help="The ignored label; 255, for camvid 11.")] = None,

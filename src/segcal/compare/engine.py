@@ -23,7 +23,7 @@ from segcal.compare.settings import Pooling, Preserve, Select, Sensitivity, Sett
 from segcal.compare.shifted import corrupted_sets, given_sets
 from segcal.compare.splits import split_cases
 from segcal.compare.study import Study
-from segcal.errors import InputError
+from segcal.errors import InputError, check_whole
 from segcal.evaluate import DEFAULT_METRICS
 from segcal.folders import OwnFolder
 from segcal.results import plain
@@ -116,8 +116,7 @@ def compare(
         sensitivity=tuple(dict.fromkeys(sensitivity)),
         seed=seed,
     )
-    if workers < 1:
-        raise InputError(f"workers is {workers}", expected="at least 1")
+    check_whole("workers", workers, 1)
     if robust and not shifted and not shift:
         raise InputError("robust without shifted cases", expected="shifted= (--shifted) or shift= (--shift), or both")
     settings.check_members(cases)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseSet
-from segcal.errors import InputError, check_name
+from segcal.errors import InputError, check_name, check_seed, check_whole
 from segcal.metrics import Column
 from segcal.metrics.calibration import BANDS
 from segcal.plan import LOCAL, metric_spec, parse_metric
@@ -46,11 +46,13 @@ class Settings:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise InputError(f"repeats is {self.repeats}", expected="at least 1")
-        if len(self.fractions) != len(_PARTS) or any(not 0 < part < 1 for part in self.fractions):
+        check_seed(self.seed)
+        check_whole("repeats", self.repeats, 1)
+        in_range = len(self.fractions) == len(_PARTS) and all(0 < part < 1 for part in self.fractions)
+        if not in_range or sum(self.fractions) > 1 + 1e-9:
             raise InputError(
-                f"fractions are {self.fractions}", expected="three shares above 0: calibration, validation, test"
+                f"fractions are {', '.join(f'{part:g}' for part in self.fractions)}",
+                expected="three shares above 0 that sum to at most 1: calibration, validation, test",
             )
         for name, kind in (("tune", Tune), ("select", Select), ("preserve", Preserve)):
             check_name(name, getattr(self, name), get_args(kind))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_seed, check_whole
 from segcal.inference.arrays import (
     FloatArray,
     IntArray,
@@ -122,8 +122,8 @@ def hierarchical_bootstrap(
         '0.105 [0.085, 0.130] of 6'
     """
     array = checked(values, "values", ("repeats", "cases"), trailing=True)
-    if replicates < 1:
-        raise InputError(f"replicates is {replicates}", expected="at least 1")
+    check_whole("replicates", replicates, 1)
+    check_seed(seed)
     if not 0 < level < 1:
         raise InputError(f"level is {level}", expected="between 0 and 1, for example 0.95")
     group = checked_groups(groups, array.shape[1])

@@ -13,9 +13,8 @@ from functools import cache, partial
 from torch import Tensor
 
 from segcal.cases.caseset import CaseRef, CaseSet
-from segcal.errors import InputError
+from segcal.errors import InputError, check_whole
 from segcal.scores import pool
-from segcal.synthetic import checks
 from segcal.synthetic.plants import (
     ClassAffine,
     ClassConditional,
@@ -92,7 +91,7 @@ def scenes(
         >>> true_calibration_error(torch.log_softmax(case.logits / 2.0, 1), case.posterior).kl < 1e-6
         True
     """
-    checks.whole("count", count, 1)
+    check_whole("count", count, 1)
     if plant is not None and not isinstance(plant, Sequence):
         raise InputError(f"plant is {plant!r}", expected="a list of plants, applied in order")
     if class_names is not None and len(class_names) != num_classes:

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 
 from segcal.errors import InputError
-
-
-def whole(name: str, value: int, least: int, most: int | None = None) -> None:
-    """A whole number in a range."""
-    if not isinstance(value, Integral) or value < least or (most is not None and value > most):
-        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise InputError(f"{name} is {value!r}", expected=f"a whole number {limit}")
 
 
 def positive(name: str, value: float) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr, log_softmax
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_seed, check_whole
 from segcal.scores import pool
 from segcal.synthetic import checks
 from segcal.synthetic.fields import Array, Grid
@@ -67,12 +67,12 @@ class SceneSpec:
         if len(self.size) not in (2, 3):
             raise InputError(f"size is {self.size}", expected="(height, width) or (depth, height, width)")
         for name, length in zip(("width", "height", "depth"), reversed(self.size), strict=False):
-            checks.whole(f"the {name} in size", length, 1 if name == "depth" else 8)
-        checks.whole("num_classes", self.num_classes, 2, IGNORE_INDEX)
-        checks.whole("seed", self.seed, 0)
+            check_whole(f"the {name} in size", length, 1 if name == "depth" else 8)
+        check_whole("num_classes", self.num_classes, 2, IGNORE_INDEX)
+        check_seed(self.seed)
         checks.interval("coherence", self.coherence, 1e6, "a length in voxels")
         if self.members is not None:
-            checks.whole("members", self.members, 1)
+            check_whole("members", self.members, 1)
         checks.positive("member_noise", self.member_noise)
         checks.interval("shift", self.shift, 1, "a strength")
         checks.interval("ignored", self.ignored, 1, "a share of the voxels")

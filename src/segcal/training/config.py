@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from segcal.errors import ConfigError, did_you_mean
+from segcal.errors import MAX_SEED, ConfigError, did_you_mean
 from segcal.losses import LOSSES
 from segcal.training.networks import Network, Norm
 
@@ -174,7 +174,7 @@ def _loss(value: Any) -> LossSpec:
 
 
 def _whole(lowest: int, highest: float = math.inf) -> _Rule:
-    text = f"a whole number of at least {lowest}" if highest == math.inf else f"{lowest} to {highest:g}"
+    text = f"a whole number of at least {lowest}" if highest == math.inf else f"{lowest} to {highest:.0f}"
     return _Rule(lambda v: isinstance(v, int) and not isinstance(v, bool) and lowest <= v <= highest, text)
 
 
@@ -232,7 +232,7 @@ _RULES: dict[str, _Rule] = {
     "factor": _POSITIVE,
     "batch": _COUNT,
     "epochs": _COUNT,
-    "seed": _whole(0),
+    "seed": _whole(0, MAX_SEED),
     "amp": _BOOL,
     "device": _TEXT,
     "workers": _whole(0),

@@ -17,7 +17,7 @@ from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.formats import create_array
 from segcal.cases.splits import by_group
 from segcal.cases.toml import toml_text, toml_texts
-from segcal.errors import DataError, InputError, SegcalError
+from segcal.errors import DataError, InputError, SegcalError, check_seed, check_whole
 from segcal.files import atomic_path, file_name, writing
 from segcal.training.data import SHARES, split_names
 
@@ -109,6 +109,11 @@ def convert(
         ignore_index: The label that is ignored; 255, and 11 for camvid.
         progress: Called with the name of every scan.
     """
+    check_seed(seed)
+    if patients is not None:
+        check_whole("patients", patients, 1)
+    if ignore_index is not None:
+        check_whole("ignore_index", ignore_index, -(2**63), 2**63 - 1)
     packed, folder = Path(packed), Path(folder)
     known = KNOWN.get(packed.stem)
     names = tuple(class_names) if class_names is not None else known.class_names if known else None
