@@ -8,11 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from datasets import plain
 from segcal.calibrators import CALIBRATORS, TemperatureScaling, load
 from segcal.cases import open_cases, write_dataset
 from segcal.cases.caseset import CaseRef
 from segcal.compare import Study, compare
 from segcal.compare.cache import Store, fingerprints
+from segcal.compare.facts import label_counts
 from segcal.compare.fitting import FitTask, run_fits
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.evaluate import evaluate
@@ -287,6 +289,28 @@ def test_case_names_are_text_and_nothing_else(tmp_path):
             for panel in one["panels"]:
                 assert set(panel["file"]) <= set("browser/0123456789-.png")
                 assert (tmp_path / "out" / panel["file"]).is_file()
+
+
+def test_only_voxels_that_count_are_counted_of_a_rare_class(tmp_path):
+    root = plain(tmp_path / "data", count=8, classes=3, shape=(40, 50))
+    (root / "masks").mkdir()
+    for path in (root / "labels").iterdir():
+        labels = np.load(path)
+        # A class that is everywhere in the half that is masked out, and hardly elsewhere; ignored ones do not count.
+        labels[:, 25:], labels[:, :25] = 2, np.where(labels[:, :25] == 2, 1, labels[:, :25])
+        labels[:3, :25], labels[3, 0] = 255, 2
+        np.save(path, labels)
+        mask = np.zeros(labels.shape, np.uint8)
+        mask[:, :25] = 1
+        np.save(root / "masks" / path.name, mask)
+    cases = open_cases(root)
+    counts = label_counts(cases, fingerprints(cases), Store(tmp_path / "work"))
+    for case in cases:
+        expected = np.bincount(case.labels[case.valid].numpy(), minlength=3).tolist()
+        assert counts[case.id] == expected
+        assert expected[2] == 1
+    study = compare(cases, ("ts",), 1, **QUICK)
+    assert any("labelled '2'" in text for text in study.recommendation["caveats"])
 
 
 def test_processes_fit_what_one_process_fits_and_survive_one_that_dies(tmp_path):

@@ -16,8 +16,8 @@ from segcal.types import row_slices
 
 
 def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict[str, list[int]]:
-    """Voxels of every class in every case. Reads the labels and no scores."""
-    key = content_key(labels=[(i, known[i]) for i in cases.ids], classes=cases.num_classes, ignore=cases.ignore_index)
+    """Voxels of every class in every case, without the ignored and the masked out: no fit sees those."""
+    key = content_key(valid=[(i, known[i]) for i in cases.ids], classes=cases.num_classes, ignore=cases.ignore_index)
     kept = store.read("labels", key)
     if kept is not None:
         return kept
@@ -27,8 +27,10 @@ def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict
         total = torch.zeros(cases.num_classes, dtype=torch.int64)
         try:
             for rows in row_slices(case.shape):
-                labels = case.rows("labels", rows)
-                total += torch.bincount(labels[labels != case.ignore_index], minlength=cases.num_classes)
+                labels, mask = case.rows("labels", rows), case.rows("mask", rows)
+                valid = labels != case.ignore_index
+                counted = labels[valid if mask is None else valid & mask]
+                total += torch.bincount(counted, minlength=cases.num_classes)
         except SegcalError as error:
             raise error.at(case=case.id) from None
         counts[ref.id] = total.tolist()
