@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -92,8 +92,12 @@ def evaluate_many(
     workers: int = 1,
     seed: int = 0,
     progress: Progress = lambda case: None,
+    counted: Collection[str] | None = None,
 ) -> dict[str, Results]:
     """``evaluate`` through several calibrators, by name, from the same one read of every case.
+
+    ``counted`` are the names of the cases in the pooled reliability data, None for all: where several evaluations are
+    added up that share cases, each case should be in one of them.
 
     Examples:
         >>> import segcal
@@ -112,7 +116,7 @@ def evaluate_many(
     for calibrator in calibrators.values():
         check_classes(cases, calibrator)
     run = _Run(plan, cases, calibrators, min(workers, len(cases)), progress)
-    shares = run.over_cases(_first_share)
+    shares = run.over_cases(_first_share, frozenset(cases.ids if counted is None else counted))
     found: dict[str, Results] = {}
     pooled = {name: _merged([share[name].pooled for share in shares]) for name in calibrators}
     second = {name: second_passes(plan, own, "pooled") for name, own in pooled.items()}
@@ -130,7 +134,7 @@ def evaluate_many(
         found[name] = Results(
             rows=tuple(rows),
             about={**_about(plan, cases, calibrator), "groups": groups},
-            reliability=_reliability(pooled[name], per_case),
+            reliability=_reliability(_merged([part.counted for part in parts]), per_case),
             diagnosis=diagnose(
                 pooled[name],
                 balances=[value for part in parts for value in part.balances],
@@ -167,10 +171,21 @@ class _Share(NamedTuple):
     spreads: list[float]
     reliability: dict[str, dict[str, Any]]  # case, region
     pooled: VoxelStatistics
+    counted: VoxelStatistics  # the same object where all cases are
 
 
-def _first_share(plan: Plan, cases: CaseSet, calibrators: _Calibrators, *, progress: Progress) -> dict[str, _Share]:
-    found = {name: _Share([], [], [], {}, plan.statistics(cases.num_classes)) for name in calibrators}
+def _first_share(
+    plan: Plan,
+    cases: CaseSet,
+    calibrators: _Calibrators,
+    counted: frozenset[str],
+    *,
+    progress: Progress,
+) -> dict[str, _Share]:
+    found: dict[str, _Share] = {}
+    for name in calibrators:
+        pooled = plan.statistics(cases.num_classes)
+        found[name] = _Share([], [], [], {}, pooled, pooled if counted >= set(cases.ids) else pooled.empty_like())
     for case in cases:
         progress(case.id)
         with _at(case) as threads:
@@ -182,6 +197,8 @@ def _first_share(plan: Plan, cases: CaseSet, calibrators: _Calibrators, *, progr
             share.spreads.append(free_energy_std(statistics))
             share.reliability[case.id] = {region: _bins(statistics, region) for region in (EVERYTHING, *plan.regions)}
             share.pooled.merge(statistics)
+            if share.counted is not share.pooled and case.id in counted:
+                share.counted.merge(statistics)
         del case  # Otherwise it would live on while the next one is awaited.
     return found
 

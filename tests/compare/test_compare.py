@@ -16,6 +16,7 @@ from segcal.compare import Study, compare
 from segcal.compare.cache import Store, fingerprints
 from segcal.compare.facts import label_counts
 from segcal.compare.fitting import FitTask, run_fits
+from segcal.compare.splits import split_cases
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.evaluate import evaluate
 from segcal.synthetic import Temperature, demo_plant, scenes
@@ -212,12 +213,15 @@ def test_declared_splits_without_a_validation_part_hold_some_calibration_cases_o
 
 def test_no_two_repeats_are_the_same_split():
     three = replace(small(9), groups={name: "abbcccccc"[i] for i, name in enumerate(small(9).ids)})
-    document = compare(three, ("ts",), 9, **QUICK).document
-    found = [tuple(map(tuple, split.values())) for split in document["splits"]]
-    assert 3 <= len(set(found)) == len(found) <= 6  # Three groups in three parts: there are no more.
-    assert document["about"]["settings"]["repeats"] == len(found)
-    assert any(f"{len(found)} repeats instead of 9" in warning for warning in document["warnings"])
-    assert document["about"]["data"]["splits"] == f"{len(found)} random splits"
+    found = split_cases(three, 9, (0.5, 0.2, 0.3), seed=0)
+    parts = [tuple(part.ids for part in split) for split in found.splits]
+    assert 3 <= len(set(parts)) == len(parts) <= 6  # Three groups in three parts: there are no more.
+    assert found.warnings == [f"{len(parts)} repeats instead of 9: these cases give no more splits that differ."]
+    assert found.origin == f"{len(parts)} random splits"
+    declared = {"calibration": three.ids[:1], "validation": three.ids[1:3], "test": three.ids[3:]}
+    document = compare(replace(three, splits=declared), ("ts",), 4, **QUICK).document
+    assert document["about"]["settings"]["repeats"] == len(document["splits"]) <= 2
+    assert any("repeats instead of 4" in warning for warning in document["warnings"])
 
 
 def test_a_class_that_calibration_never_sees_is_warned_of():

@@ -19,12 +19,18 @@ def evaluation(values, flips=(0, 0, 0), compared=0):
         for (metric, region), value in zip(COLUMNS, own, strict=True)
     ]
     rows += [[POOLED, region, metric, 0.5, 300] for metric, region in COLUMNS]
+    first, *others = values
     for kind, count in zip(("harmful", "beneficial", "neutral"), flips, strict=True):
-        rows.append([POOLED, "everything", f"flip[kind={kind}]", count / compared if compared else None, compared])
+        share = count / compared if compared else None
+        rows += [[first, "everything", f"flip[kind={kind}]", share, compared]]
+        rows += [[case, "everything", f"flip[kind={kind}]", None, 0] for case in others]
     bins = {"top": {"count": [1, 3], "confidence": [0.4, 2.7], "correct": [0, 3]}, "classes": []}
     bands = dict.fromkeys(("band-0-3", "band-3-7", "band-7-15", "band-15-inf"), bins)
-    rows += [[POOLED, band, "nll", 2.0, 4] for band in bands]
-    return Evaluation({"rows": rows, "reliability": {"everything": bins, **bands}, "diagnosis": {}, "seconds": 0.0})
+    rows += [[case, band, "nll", 2.0, 4 * (case == first)] for band in bands for case in values]
+    reliability = {"everything": bins, **bands}
+    return Evaluation(
+        {"rows": rows, "counted": list(values), "reliability": reliability, "diagnosis": {}, "seconds": 0.0}
+    )
 
 
 def study(repeats=2, cases=8, seed=0):

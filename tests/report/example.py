@@ -71,7 +71,7 @@ def document(cases=30, repeats=2, methods=9, classes=4, rank=3, regions=("everyt
                      "definition": f"{m[1]} of the top label: sum_b |correct_b - confidence_b| / n over 15 bins."}
                     for m in measured],
         "methods": [{"key": m[0], "id": m[0], "pooling": None, "name": m[1], "preserves": m[2],
-                     "translation_invariant": m[3], "parameters": m[4], "status": "ok", "reason": None}
+                     "translation_invariant": m[3], "parameters": m[4], "status": "ok", "reason": None, "same_as": None}
                     for m in chosen],
         "splits": splits,
         "fits": [{"method": m[0], "repeat": r, "nll_before": 0.71, "nll_after": 0.36 + 0.3 * m[5], "converged": True,
@@ -106,7 +106,7 @@ def document(cases=30, repeats=2, methods=9, classes=4, rank=3, regions=("everyt
     result["methods"].append(
         {"key": "meta-cal", "id": "meta-cal", "pooling": None, "name": "Meta-Cal", "preserves": None,
          "translation_invariant": False, "parameters": None, "status": "failed",
-         "reason": "fit: no correct voxel of class 3 in the calibration part"}
+         "reason": "fit: no correct voxel of class 3 in the calibration part", "same_as": None}
     )  # fmt: skip
     _numbers(result, chosen, measured, regions, hardness, random)
     _pictures_of_bins(result, chosen, regions, classes, random)

@@ -42,6 +42,18 @@ def harmful(folder):
     return study
 
 
+def fallen_back(folder):
+    """A method that is the same map as another, and cases in groups."""
+    study = write(folder, cases=8, methods=3, metrics=1, pictures=False)
+    next(method for method in study["methods"] if method["key"] == "ets")["same_as"] = "ts"
+    for row in study["differences"]:
+        if row["method"] == "ets":
+            row.update(p=None, p_adjusted=None)
+    study["about"]["data"]["groups"] = {"pattern": "^p", "cases": {}}
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
 def crowded(folder):
     """Long names, many methods, classes and warnings."""
     study = write(folder, cases=40, methods=20, classes=24, metrics=12, repeats=3)
@@ -54,7 +66,7 @@ def crowded(folder):
     return study
 
 
-STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, crowded)}
+STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, fallen_back, crowded)}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +82,15 @@ def reports(tmp_path_factory):
         return made[name]
 
     return report
+
+
+def test_a_method_that_is_the_same_map_as_another_says_so(browser, reports):
+    with opened(browser, reports("fallen_back")[0], viewport={"width": 1280, "height": 844}) as page:
+        row = page.locator("tr[data-method=ets]").first
+        assert "is ts here" in row.inner_text()
+        assert "not tested" in row.inner_text()
+        assert "is ts here" not in page.locator("tr[data-method=ts]").first.inner_text()
+        assert "groups: p" in page.locator("#statistics").inner_text()
 
 
 @pytest.mark.parametrize("name", ["volumes", "images", "bare", "crowded"])

@@ -61,7 +61,10 @@ def _method_table(study: Study) -> tuple[Table, list[str]]:
             table.add_row(f"[red]{escape(key)}[/]", *["failed"] * len(shown), "")
             continue
         cells = [_cell(summary[key, metric], verdicts.get((key, metric))) for metric in shown]
-        table.add_row(f"[bold]{escape(key)} *[/]" if key == chosen else escape(key), *cells, _moved(flips[key]))
+        name = f"[bold]{escape(key)} *[/]" if key == chosen else escape(key)
+        if method["same_as"]:
+            name += f" [dim](is {escape(method['same_as'])} here)[/]"
+        table.add_row(name, *cells, _moved(flips[key]))
     notes = ["* recommended, chosen by NLL on validation cases"]
     if any(verdicts.get((method["key"], metric)) == "worse" for method in document["methods"] for metric in shown):
         notes.append("! worse than uncalibrated: the 95% interval of the paired difference does not hold 0")

@@ -33,11 +33,12 @@ def advise(
     shifts: Sequence[Shift],
 ) -> dict[str, Any]:
     """What is recommended: its entry in the results; ``counts`` are the voxels of every class in every case."""
-    candidates = _candidates(run, document["methods"], validation, shifts)
+    validated = run.table(validation, [_NLL])
+    candidates = _candidates(run, document["methods"], validated, shifts)
     limits = run.settings.preserve, run.settings.translation_invariant
-    robust_choice = choose(candidates, *limits, robust=True)
-    choice = robust_choice if run.settings.robust else choose(candidates, *limits)
-    table, seed = summarise.Table.of(test, _COLUMNS), run.settings.seed
+    robust_choice = choose(candidates, *limits, robust=True, groups=validated.groups)
+    choice = robust_choice if run.settings.robust else choose(candidates, *limits, groups=validated.groups)
+    table, seed = run.table(test, _COLUMNS), run.settings.seed
     smallest = min((split.calibration for split in run.splits), key=len)
     evidence = Evidence(
         methods={row["key"]: row for row in document["methods"]},
@@ -47,8 +48,9 @@ def advise(
         diagnosis=document["diagnosis"][UNCALIBRATED],
         cases=len(smallest),
         voxels=part_voxels(run.cases, smallest, counts),
-        validation=summarise.Table.of(validation, [_NLL]).values[:, 0, 0].tolist(),
+        validation=validated.values[:, 0, 0].tolist(),
         test=table.values[:, 0, 0].tolist(),
+        groups=(validated.groups, table.groups),
         shift=shifts,
         robust_choice=robust_choice.method,
     )
@@ -69,7 +71,7 @@ def advise(
 
 def shift_evidence(run: Run, one: ShiftedSet, repeats: Repeats) -> Shift:
     """What shifted cases say of NLL and ECE."""
-    table, seed = summarise.Table.of(repeats, _COLUMNS), run.settings.seed
+    table, seed = run.table(repeats, _COLUMNS, one.cases), run.settings.seed
     return Shift(
         name=one.name,
         summary=_rows(summarise.summary(table, repeats, seed)),
@@ -94,9 +96,8 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def _candidates(
-    run: Run, methods: Sequence[Mapping[str, Any]], validation: Repeats, shifts: Sequence[Shift]
+    run: Run, methods: Sequence[Mapping[str, Any]], table: summarise.Table, shifts: Sequence[Shift]
 ) -> list[Candidate]:
-    table = summarise.Table.of(validation, [_NLL])
     rows = {row["key"]: row for row in methods}
     return [
         Candidate(
@@ -107,6 +108,7 @@ def _candidates(
             rows[key]["parameters"],
             table.values[:, m, 0].tolist(),
             is_robust(key, shifts),
+            rows[key]["same_as"],
         )
         for m, key in enumerate(table.methods)
     ]

@@ -17,6 +17,7 @@ from segcal.compare.methods import variant_of
 from segcal.compare.recommend import mean_and_error
 from segcal.compare.robust import Shift
 from segcal.compare.run import Run
+from segcal.compare.same import same_maps
 from segcal.compare.settings import BIN_COUNTS, UNCALIBRATED
 from segcal.compare.shifted import ShiftedSet
 from segcal.compare.study import FORMAT, VERSION
@@ -38,11 +39,13 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
     test: Repeats = run.evaluate_parts("testing", [s.test for s in splits], settings.measured)
     # A method that failed in the last repeat is left out of the first one, too.
     validation, test = ([run.in_order(found) for found in part] for part in (validation, test))
+    methods = [method.row(_parameters(run, method.key), run.failures.get(method.key)) for method in run.methods]
+    run.same = same_maps(test, methods)
+    methods = [{**row, "same_as": run.same.get(row["key"])} for row in methods]
     shift, shift_facts, shift_warnings = _shift(run)
     columns = [column for column in test[0][UNCALIBRATED].columns if settings.shown(*column)]
     warnings += missed_classes(test[0][UNCALIBRATED], columns)
-    table = summarise.Table.of(test, columns)
-    methods = [method.row(_parameters(run, method.key), run.failures.get(method.key)) for method in run.methods]
+    table = run.table(test, columns)
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -89,10 +92,12 @@ def _parameters(run: Run, key: str) -> int | None:
 
 def _fit_rows(run: Run, validation: Repeats) -> list[dict[str, Any]]:
     rows = []
+    groups = run.cases.case_groups if run.cases.groups else None
     for (key, repeat), task in run.tasks.items():
         if key not in run.failures:
-            values = list(validation[repeat][key].values(*_NLL).values())
-            nll = {**mean_and_error(values), "cases": len(values)}
+            values = validation[repeat][key].values(*_NLL)
+            own = None if groups is None else [groups[case] for case in values]
+            nll = {**mean_and_error(list(values.values()), own), "cases": len(values)}
             rows.append({"method": key, "repeat": repeat, **run.fits[task.key]["fit"], "validation_nll": nll})
     return rows
 
@@ -133,7 +138,7 @@ def _shift(run: Run) -> tuple[list[dict[str, Any]], list[Shift], list[str]]:
 def _shift_entry(run: Run, one: ShiftedSet, repeats: Repeats) -> dict[str, Any]:
     seed = run.settings.seed
     columns = [column for column in repeats[0][UNCALIBRATED].columns if run.settings.shown(*column)]
-    table = summarise.Table.of(repeats, columns)
+    table = run.table(repeats, columns, one.cases)
     return {
         "name": one.name,
         "summary": summarise.summary(table, repeats, seed),
@@ -147,7 +152,7 @@ def _sensitivity(run: Run, test: Repeats) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "bins" in run.settings.sensitivity:
         columns = [(f"ece[num_bins={count}]", EVERYTHING) for count in BIN_COUNTS]
-        found["bins"] = summarise.bin_sensitivity(summarise.Table.of(test, columns), BIN_COUNTS)
+        found["bins"] = summarise.bin_sensitivity(run.table(test, columns), BIN_COUNTS)
     return {**found, **run.evaluate_sensitivity()}
 
 

@@ -26,6 +26,7 @@ class Evidence:
         voxels: Of every class in that part.
         validation: Uncalibrated NLL of the validation cases.
         test: The same of the test cases.
+        groups: Those of the validation and of the test cases, None where each case is its own.
         shift: Results on shifted cases, where there are some.
         robust_choice: What is recommended where it must not lose on shifted cases.
     """
@@ -39,5 +40,6 @@ class Evidence:
     voxels: Mapping[str, int]
     validation: Sequence[float]
     test: Sequence[float]
+    groups: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None)
     shift: Sequence[Shift] = ()
     robust_choice: str = ""

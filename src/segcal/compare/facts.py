@@ -84,6 +84,7 @@ def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
         "background": cases.background,
         "spatial_rank": len(first.shape) - 2,
         "members": cases.num_members,
+        "groups": cases.about_groups(),
         "has_images": first.image is not None,
     }
 

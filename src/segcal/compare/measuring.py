@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -49,9 +50,15 @@ class Evaluation:
         """The value of all cases together and its count; NaN and 0 where that has no meaning."""
         return self._rows[metric, region].get(POOLED, (float("nan"), 0))
 
+    def counted(self, metric: str, region: str = EVERYTHING) -> tuple[float, int]:
+        """A mean over voxels as a sum, and its count, over the cases that this repeat counts."""
+        rows = self._rows[metric, region]
+        own = [rows[case] for case in self.document["counted"] if rows[case][1]]
+        return math.fsum(value * count for value, count in own), sum(count for _, count in own)
+
     @property
     def reliability(self) -> Mapping[str, Any]:
-        """Region to bins, of the top label and of every predicted class."""
+        """Region to bins, of the top label and of every predicted class, of the cases that this repeat counts."""
         bins: Mapping[str, Any] = self.document["reliability"]
         return bins
 
@@ -68,9 +75,13 @@ class Evaluation:
 
 
 class Group(NamedTuple):
-    """Methods to evaluate together: on which cases, what, and which fits; ``fits`` has None for uncalibrated."""
+    """Methods to evaluate together: on which cases, what, and which fits; ``fits`` has None for uncalibrated.
+
+    ``counted`` are the cases whose voxels are in the reliability data: a case that several repeats test is in one.
+    """
 
     cases: CaseSet
+    counted: Sequence[str]
     fits: Mapping[str, str | None]
     columns: Sequence[Column]
     variant: str | None
@@ -82,6 +93,7 @@ class Group(NamedTuple):
         return content_key(
             fit=self.fits[method],
             cases=[(i, self.known[i]) for i in self.cases.ids],
+            counted=self.counted,
             classes=class_key(self.cases),
             columns=[column_name(column) for column in self.columns],
             rows=Row._fields,
@@ -156,6 +168,7 @@ def _evaluated(
         calibrators,
         metrics=list(group.columns),
         regions=(),
+        counted=group.counted,
         workers=workers,
         seed=group.seed,
         progress=progress,
@@ -171,7 +184,13 @@ def _document(results: Results, group: Group, seconds: float) -> dict[str, Any]:
     wanted = {column_name(column) for column in group.columns}
     rows = [list(row) for row in results.rows if _asked(row.metric, row.region, wanted)]
     bins = {region: {"top": b["top"], "classes": b["classes"]} for region, b in results.reliability.items()}
-    return {"rows": rows, "reliability": bins, "diagnosis": results.diagnosis, "seconds": seconds}
+    return {
+        "rows": rows,
+        "counted": list(group.counted),
+        "reliability": bins,
+        "diagnosis": results.diagnosis,
+        "seconds": seconds,
+    }
 
 
 def _asked(metric: str, region: str, wanted: set[tuple[str, str]]) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from segcal.compare.settings import UNCALIBRATED, Preserve
+from segcal.inference import standard_error
 from segcal.inference.arrays import difference
 
 RULE = (
@@ -41,6 +42,7 @@ class Candidate:
         parameters: How many numbers it has.
         nll: Validation NLL ``(cases,)``, means over the repeats; the same cases for all candidates.
         robust: Whether it works on all shifted cases there are and loses on none.
+        same_as: The simpler method that is the same map on these cases, if one is.
     """
 
     key: str
@@ -50,6 +52,7 @@ class Candidate:
     parameters: int
     nll: Sequence[float]
     robust: bool = True
+    same_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,16 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[Candidate], preserve: Preserve, translation_invariant: bool, robust: bool = False
+    candidates: Sequence[Candidate],
+    preserve: Preserve,
+    translation_invariant: bool,
+    robust: bool = False,
+    groups: Sequence[str] | None = None,
 ) -> Choice:
     """Apply the rule. ``uncalibrated`` must be among the candidates: it meets all constraints.
+
+    ``groups`` are those of the validation cases: standard errors are over groups. A method that is the same map as a
+    simpler one is no candidate beside it.
 
     Examples:
         >>> none = Candidate("uncalibrated", "order", True, True, 0, [1.0, 2.0, 3.0])
@@ -89,10 +99,13 @@ def choose(
         and not math.isnan(_mean(one.nll))
     ]
     allowed = [one for one in eligible if one.robust or not robust]
+    left_out = tuple(one.key for one in eligible if one not in allowed)
+    keys = {one.key for one in allowed}
+    allowed = [one for one in allowed if one.same_as not in keys]
     if not allowed:  # no validation NLL at all
         allowed = [one for one in candidates if one.key == UNCALIBRATED]
     best = min(allowed, key=lambda one: (_mean(one.nll), one.parameters))
-    as_good = [one for one in allowed if one is best or _within_one_error(one.nll, best.nll)]
+    as_good = [one for one in allowed if one is best or _within_one_error(one.nll, best.nll, groups)]
     chosen = min(as_good, key=lambda one: (one.parameters, _mean(one.nll)))
     return Choice(
         method=chosen.key,
@@ -100,30 +113,31 @@ def choose(
         candidates=tuple(one.key for one in allowed),
         validation_nll={
             one.key: {
-                **mean_and_error(one.nll),
+                **mean_and_error(one.nll, groups),
                 "minus_best": _mean(_minus(one.nll, best.nll)),
-                "minus_best_standard_error": _standard_error(_minus(one.nll, best.nll)),
+                "minus_best_standard_error": standard_error(_minus(one.nll, best.nll), groups=groups),
             }
             for one in candidates
         },
-        left_out=tuple(one.key for one in eligible if one not in allowed),
+        left_out=left_out,
     )
 
 
-def mean_and_error(values: Sequence[float]) -> dict[str, float]:
-    """Mean and standard error of the values that are not NaN.
+def mean_and_error(values: Sequence[float], groups: Sequence[str] | None = None) -> dict[str, float]:
+    """Mean and standard error, over groups of cases where there are, of the values that are not NaN.
 
     Examples:
         >>> mean_and_error([1.0, 2.0, 3.0, float("nan")])
         {'mean': 2.0, 'standard_error': 0.57735...}
     """
-    return {"mean": _mean(values), "standard_error": _standard_error(values)}
+    return {"mean": _mean(values), "standard_error": standard_error(values, groups=groups)}
 
 
-def _within_one_error(values: Sequence[float], best: Sequence[float]) -> bool:
+def _within_one_error(values: Sequence[float], best: Sequence[float], groups: Sequence[str] | None) -> bool:
     # Paired: how hard the cases are is in both, and would make every method as good as any other.
     worse = _minus(values, best)
-    mean, error = _mean(worse), _standard_error(worse)  # The error of a single case is NaN, and no reason.
+    # The error of a single case (group) is NaN, and no reason.
+    mean, error = _mean(worse), standard_error(worse, groups=groups)
     return mean <= error or mean <= NEGLIGIBLE
 
 
@@ -137,11 +151,3 @@ def _mean(values: Sequence[float]) -> float:
     defined = defined[~np.isnan(defined)]
     with np.errstate(invalid="ignore"):  # of opposite infinities
         return float(defined.mean()) if defined.size else math.nan
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    defined = np.asarray(values, float)
-    defined = defined[~np.isnan(defined)]
-    if defined.size < 2 or not np.isfinite(defined).all():
-        return math.nan
-    return float(defined.std(ddof=1) / math.sqrt(defined.size))

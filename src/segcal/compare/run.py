@@ -23,6 +23,8 @@ from segcal.compare.progress import Meter, Step
 from segcal.compare.sensitivity import SensitivityPlan
 from segcal.compare.settings import UNCALIBRATED, Settings
 from segcal.compare.shifted import ShiftedSet
+from segcal.compare.splits import counted_once
+from segcal.compare.summarise import Columns, Repeats, Table
 from segcal.metrics import Column
 from segcal.threads import torch_threads
 
@@ -34,7 +36,8 @@ Failures = dict[str, str]
 
 @dataclass
 class Run:
-    """A study at work. ``failures`` are the methods that a fit or an evaluation of the study's own parts excluded."""
+    """A study at work. ``failures`` are the methods that a fit or an evaluation of the study's own parts excluded,
+    ``same`` those that are the same map as a simpler one."""
 
     cases: CaseSet
     settings: Settings
@@ -47,6 +50,7 @@ class Run:
     failures: Failures = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     fits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
 
     # -- what there is to do -------------------------------------------------------------------------------------------
 
@@ -155,7 +159,8 @@ class Run:
         fitted = {key for key, fit in self.fits.items() if fit["status"] == "ok"}
 
         def evaluate(what: str, fits: Mapping[str, str | None], columns: Sequence[Column], variant: str | None) -> Any:
-            return self._evaluate(what, self.splits[0].test, fits, columns, variant, self.known, self.workers)[0]
+            test = self.splits[0].test
+            return self._evaluate(what, test, test.ids, fits, columns, variant, self.known, self.workers)[0]
 
         return self.sensitivity.rows(fitted, evaluate)
 
@@ -164,13 +169,14 @@ class Run:
     ) -> tuple[list[dict[str, Evaluation]], Failures]:
         failures: Failures = {}
         repeats = []
+        counted = counted_once(parts)
         for repeat, part in enumerate(parts):
             found: dict[str, Evaluation] = {}
             for variant in dict.fromkeys(map(self.variant, self.methods)):
                 group = [m for m in self.methods if self.variant(m) == variant and m.key not in self.failures]
                 fits = {m.key: None if m.id == UNCALIBRATED else self.tasks[m.key, repeat].key for m in group}
                 name = f"{what}, repeat {repeat + 1}"
-                own, failed = self._evaluate(name, part, fits, columns, variant, known, workers)
+                own, failed = self._evaluate(name, part, counted[repeat], fits, columns, variant, known, workers)
                 found.update(own)
                 failures.update(failed)
             repeats.append(self.in_order(found))
@@ -180,6 +186,7 @@ class Run:
         self,
         what: str,
         part: CaseSet,
+        counted: Sequence[str],
         fits: Mapping[str, str | None],
         columns: Sequence[Column],
         variant: str | None,
@@ -195,7 +202,7 @@ class Run:
             left -= min(left, len(fits))
 
         self.meter.next(what)
-        group = Group(variant_of(part, variant), fits, columns, variant, known, self.settings.seed)
+        group = Group(variant_of(part, variant), counted, fits, columns, variant, known, self.settings.seed)
         # Of the group and not of what is left of it: a study that goes on adds up in the order it would have.
         many = left * math.prod(self.cases[0].shape) >= _MANY_SCORES
         with nullcontext() if many else self._one_share():
@@ -208,6 +215,11 @@ class Run:
     def _one_share(self) -> AbstractContextManager[None]:
         """As many threads as each of the processes has: torch's threads wait for each other where cores are taken."""
         return torch_threads(max(1, torch.get_num_threads() // self.workers))
+
+    def table(self, repeats: Repeats, columns: Columns, cases: CaseSet | None = None) -> Table:
+        """The values of the study's cases, or of others."""
+        groups = (cases or self.cases).about_groups()
+        return Table.of(repeats, columns, groups and groups["cases"], self.same)
 
     def in_order(self, found: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
         """In the order of the methods, without those that failed."""

@@ -62,6 +62,24 @@ def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, flo
     return Splits(splits, origin, warnings)
 
 
+def counted_once(parts: Sequence[CaseSet]) -> list[tuple[str, ...]]:
+    """The cases of every part whose voxels are counted there: each case in one part, spread evenly over the parts.
+
+    Examples:
+        >>> from segcal.synthetic import scenes
+        >>> cases = scenes(4, size=(32, 40))
+        >>> [len(names) for names in counted_once([cases, cases[:2]])], counted_once([cases[:1], cases[:1]])
+        ([2, 2], [('image-000',), ()])
+    """
+    found: list[list[str]] = [[] for _ in parts]
+    names = [set(part.ids) for part in parts]
+    # Cases that few parts have come first: the others then make up for it.
+    where = {name: [r for r, own in enumerate(names) if name in own] for name in sorted(set().union(*names))}
+    for name in sorted(where, key=lambda name: len(where[name])):
+        found[min(where[name], key=lambda r: len(found[r]))].append(name)
+    return [tuple(sorted(own)) for own in found]
+
+
 def _different(drawn: Iterator[Split], wanted: int) -> list[Split]:
     """The first splits of which no two are the same."""
     found: dict[tuple[frozenset[str], ...], Split] = {}

@@ -2,14 +2,15 @@
 
 The cases of different repeats overlap, and a bootstrap that takes them for different ones gives intervals that are too
 narrow (``segcal.inference.hierarchical_bootstrap`` says how much: 73 to 87% coverage instead of 95%). So a case's
-values are averaged over the repeats first, and everything here resamples, tests and ranks *cases*.
+values are averaged over the repeats first, and everything here resamples, tests and ranks *cases*, or groups of cases
+where the data have some. Counts of voxels are of every case once, in one of the repeats that tested it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,26 @@ Repeats = Sequence[Mapping[str, Evaluation]]
 
 @dataclass(frozen=True)
 class Table:
-    """The values of methods in cases: ``values (cases, methods, columns)``, means over the repeats, NaN for none."""
+    """The values of methods in cases: ``values (cases, methods, columns)``, means over the repeats, NaN for none.
+
+    ``groups`` are those of the cases, None where each is its own; ``same`` are methods that are the map of another.
+    """
 
     methods: tuple[str, ...]
     columns: tuple[tuple[str, str], ...]
     values: FloatArray
+    groups: tuple[str, ...] | None = None
+    same: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, repeats: Repeats, columns: Columns) -> Table:
-        """Collect the values; cases that no repeat tested have no row."""
+    def of(
+        cls,
+        repeats: Repeats,
+        columns: Columns,
+        groups: Mapping[str, str] | None = None,
+        same: Mapping[str, str] | None = None,
+    ) -> Table:
+        """Collect the values; cases that no repeat tested have no row, and equal maps have equal values."""
         methods = tuple(repeats[0])
         tested = sorted({case for found in repeats for case in found[methods[0]].values(*columns[0])})
         place = {case: index for index, case in enumerate(tested)}
@@ -48,12 +60,19 @@ class Table:
                 for k, (metric, region) in enumerate(columns):
                     for case, value in found[method].values(metric, region).items():
                         values[r, place[case], m, k] = value
-        return cls(methods, tuple(columns), inference.mean_over_repeats(values))
+        means = inference.mean_over_repeats(values)
+        twins = {key: twin for key, twin in (same or {}).items() if key in methods and twin in methods}
+        for k, (metric, _) in enumerate(columns):
+            if _base(metric) != "flip":  # Uncalibrated scores have none, and flips are whole numbers anyway.
+                for key, twin in twins.items():
+                    means[:, methods.index(key), k] = means[:, methods.index(twin), k]
+        own = None if groups is None else tuple(groups[case] for case in tested)
+        return cls(methods, tuple(columns), means, own, twins)
 
 
 def summary(table: Table, repeats: Repeats, seed: int) -> list[dict[str, Any]]:
     """Mean over cases with its 95% interval, and the mean over repeats of the pooled value."""
-    found = inference.hierarchical_bootstrap(table.values[None], seed=seed)
+    found = inference.hierarchical_bootstrap(table.values[None], groups=table.groups, seed=seed)
     return [
         {
             "method": method,
@@ -74,20 +93,26 @@ def differences(table: Table, seed: int, baseline: str = UNCALIBRATED) -> list[d
     """Every method minus another on the same cases: bootstrap interval, Wilcoxon p adjusted over the methods.
 
     ``lower`` and ``higher`` count the cases in which the method's value is; ``verdict`` is what the interval says:
-    better, worse or unclear, and None where neither way is better or one case has no interval.
+    better, worse or unclear, and None where neither way is better or one case has no interval. Methods that are the
+    same map as another are not tested: they have no p-value and no part in the adjustment.
     """
     other = table.methods.index(baseline)
-    found = inference.paired_difference(table.values[None], other, seed=seed)
+    found = inference.paired_difference(table.values[None], other, groups=table.groups, seed=seed)
+    is_baseline = {baseline, table.same.get(baseline)}
+    tested = [m for m, key in enumerate(table.methods) if key not in table.same and key not in is_baseline]
     rows = []
     for k, (metric, region) in enumerate(table.columns):
         if _base(metric) == "flip":  # Nothing flips without a calibrator: there is no baseline.
             continue
-        for test in inference.compare_pairs(table.values[:, :, k], baseline=other):
-            m = test.first
+        pairs = inference.compare_pairs(table.values[:, [*tested, other], k], groups=table.groups, baseline=len(tested))
+        p = {tested[pair.first]: (pair.p, pair.adjusted) for pair in pairs}
+        for m, method in enumerate(table.methods):
+            if m == other:
+                continue
             ends = float(found.low[m, k]), float(found.high[m, k])
             rows.append(
                 {
-                    "method": table.methods[m],
+                    "method": method,
                     "baseline": baseline,
                     "region": region,
                     "metric": metric,
@@ -97,8 +122,7 @@ def differences(table: Table, seed: int, baseline: str = UNCALIBRATED) -> list[d
                     "lower": int(np.sum(table.values[:, m, k] < table.values[:, other, k])),
                     "higher": int(np.sum(table.values[:, m, k] > table.values[:, other, k])),
                     "verdict": _verdict(*ends, metric_spec(_base(metric)).better),
-                    "p": test.p,
-                    "p_adjusted": test.adjusted,
+                    **dict(zip(("p", "p_adjusted"), p.get(m, (math.nan, math.nan)), strict=True)),
                     "n": int(found.count[m, k]),
                 }
             )
@@ -109,7 +133,7 @@ def ranks(table: Table) -> list[dict[str, Any]]:
     """Friedman's test, mean ranks over cases, and which methods cannot be told apart, for every ranked column."""
     rows = []
     for k, (metric, region) in _ranked(table):
-        friedman = inference.friedman(_losses(metric, table.values[:, :, k]))
+        friedman = inference.friedman(_losses(metric, table.values[:, :, k]), groups=table.groups)
         distance = inference.critical_difference(friedman.mean_ranks, friedman.count)
         alike = inference.groups(friedman.mean_ranks, distance)
         rows.append(
@@ -135,18 +159,20 @@ def sum_rank(table: Table) -> dict[str, float]:
 def mean_case_rank(table: Table) -> dict[str, float]:
     """Ranks in every case by every ranked column, averaged."""
     chosen = [_losses(metric, table.values[:, :, k]) for k, (metric, _) in _ranked(table)]
-    return _by_method(table, inference.mean_case_rank(np.stack(chosen, 2)).ranks) if chosen else {}
+    if not chosen:
+        return {}
+    return _by_method(table, inference.mean_case_rank(np.stack(chosen, 2), groups=table.groups).ranks)
 
 
 def flips(repeats: Repeats) -> list[dict[str, Any]]:
-    """Labels that calibration changed, over the test cases of all repeats."""
+    """Labels that calibration changed, over the test cases of all repeats, each counted once."""
     rows = []
     for method in repeats[0]:
         counts = dict.fromkeys(("compared", *FLIPS), 0)
         for found in repeats:
             for kind in FLIPS:
-                share, compared = found[method].pooled(f"flip[kind={kind}]")
-                counts[kind] += round(share * compared) if compared else 0
+                changed, compared = found[method].counted(f"flip[kind={kind}]")
+                counts[kind] += round(changed)
                 counts["compared"] += compared if kind == FLIPS[0] else 0
         rows.append({"method": method, **counts})
     return rows
@@ -155,7 +181,7 @@ def flips(repeats: Repeats) -> list[dict[str, Any]]:
 def reliability(
     repeats: Repeats, regions: Sequence[str], *, classes: bool = True, bands: bool = True
 ) -> list[dict[str, Any]]:
-    """Bins added up over the repeats: of the top label in every region, of each predicted class in those asked for."""
+    """Bins of the top label in every region, of each predicted class in those asked for; every case counted once."""
     rows = []
     for method, first in repeats[0].items():
         for region in first.reliability:
@@ -171,7 +197,7 @@ def reliability(
 
 
 def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
-    """Calibration against the distance to the nearest label boundary, all test cases of all repeats together."""
+    """Calibration against the distance to the nearest label boundary, all test cases together, each counted once."""
     rows = []
     for method, first in repeats[0].items():
         for band in BANDS:
@@ -181,7 +207,7 @@ def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
             bins = _added([found[method].reliability[band]["top"] for found in repeats])
             count, confidence, correct = (np.array(bins[name]) for name in ("count", "confidence", "correct"))
             total = int(count.sum())
-            losses = [found[method].pooled("nll", band) for found in repeats]
+            losses = [found[method].counted("nll", band)[0] for found in repeats]
             rows.append(
                 {
                     "method": method,
@@ -191,7 +217,7 @@ def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
                     "unit": unit,
                     "count": total,
                     "ece": _ratio(float(np.abs(confidence - correct).sum()), total),
-                    "nll": _ratio(math.fsum(value * n for value, n in losses if n), total),
+                    "nll": _ratio(math.fsum(losses), total),
                     "confidence": _ratio(float(confidence.sum()), total),
                     "accuracy": _ratio(float(correct.sum()), total),
                 }

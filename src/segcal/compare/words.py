@@ -68,7 +68,13 @@ def caveats(choice: Choice, evidence: Evidence, seed: int) -> list[str]:
         found.append(f"Not one calibration voxel is labelled {quoted(absent)}: nothing was learnt of it.")
     if rare := [name for name, count in evidence.voxels.items() if 0 < count < FEW_VOXELS]:
         found.append(f"Fewer than {FEW_VOXELS} calibration voxels are labelled {quoted(rare)}.")
-    ends = [inference.bootstrap_interval(values, seed=seed) for values in (evidence.validation, evidence.test)]
+    if evidence.groups[1] is not None and (few_groups := len(set(evidence.groups[1]))) < inference.FEW_GROUPS:
+        found.append(
+            f"Tested on the cases of {counted(few_groups, 'group')}: with fewer than {inference.FEW_GROUPS}, "
+            "intervals over groups are too narrow."
+        )
+    parts = zip((evidence.validation, evidence.test), evidence.groups, strict=True)
+    ends = [inference.bootstrap_interval(values, groups=groups, seed=seed) for values, groups in parts]
     if ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]:
         found.append(
             "Validation and test cases differ: the 95% intervals of the uncalibrated NLL, "

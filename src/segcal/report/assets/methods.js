@@ -129,6 +129,9 @@ function methodCell(method) {
       method.key === recommendation.best && method.key !== recommendation.method
         ? html("span", { class: "tag" }, "Best on validation")
         : null,
+      method.same_as
+        ? html("span", { class: "tag", title: "The same map on these cases, so it is not tested." }, `is ${method.same_as} here`)
+        : null,
       method.pooling
         ? html(
             "span",
@@ -162,7 +165,7 @@ function changeCell(row, decimals) {
   const says = row.verdict === "worse" ? "worse, " : "";
   return [
     html("span", { class: tone }, signed(row.mean, decimals)),
-    html("span", { class: "fine" }, `${says}${pText(row.p_adjusted)}`),
+    html("span", { class: "fine" }, row.p_adjusted === null ? "not tested" : `${says}${pText(row.p_adjusted)}`),
   ];
 }
 

@@ -11,7 +11,7 @@ function statisticsSection() {
   const refresh = () => {
     const { friedman } = current;
     words.textContent =
-      `Friedman's test over ${plural(friedman.n, "case")}: ${pText(friedman.p)}, ` +
+      `Friedman's test over ${plural(friedman.n, data.groups ? "group" : "case")}: ${pText(friedman.p)}, ` +
       (numeric(friedman.p) < 0.05
         ? "so the methods do differ."
         : "so these cases do not show that the methods differ at all.") +
@@ -138,7 +138,7 @@ function differenceTable({ metric, region }) {
       html(
         "caption",
         {},
-        `${metricName(metric)}, ${regionName(region).toLowerCase()}: paired by case, Wilcoxon's test, adjusted by Benjamini and Hochberg.`,
+        `${metricName(metric)}, ${regionName(region).toLowerCase()}: paired by case${data.groups ? ", intervals and tests over groups of cases" : ""}, Wilcoxon's test, adjusted by Benjamini and Hochberg.`,
       ),
       html(
         "thead",
