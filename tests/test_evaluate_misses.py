@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import segcal
+from datasets import plain
 from segcal.compare.facts import missed_classes
 from segcal.compare.measuring import Evaluation
 from segcal.evaluate import evaluate
@@ -96,3 +97,28 @@ def test_a_study_warns_of_misses(tmp_path):
     warnings = missed_classes(Evaluation({"rows": [list(row) for row in results.rows]}), [("hd95", ""), ("dsc", "")])
     assert len(warnings) == 1
     assert warnings[0].startswith("hd95: 1 times a class")
+
+
+@pytest.mark.parametrize("ignored", [255, -1, 40000, -(2**40)])
+def test_labels_of_any_size_give_the_same_values(tmp_path, ignored):
+    """Labels are kept in two bytes where they fit; where they do not, nothing may wrap into a class."""
+    values = []
+    for name, index in (("usual", 255), ("other", ignored)):
+        root = plain(tmp_path / name, count=2)
+        for path in (root / "labels").iterdir():
+            truth = np.load(path).astype(np.int64)
+            truth[2] = index
+            np.save(path, truth)
+        cases = segcal.open_cases(root, ignore_index=index)
+        values.append(evaluate(cases, metrics=("nll", "ba-ece", "hd95", "dsc"), regions=("everything", "boundary")))
+    assert values[0].rows == values[1].rows
+
+
+@pytest.mark.parametrize("wrong", [4, 32768, 65536, 2**40, -1, -32769])
+def test_labels_that_are_no_classes_are_named_as_they_are(tmp_path, wrong):
+    root = plain(tmp_path, count=1)
+    truth = np.load(root / "labels" / "case0.npy").astype(np.int64)
+    truth[3, 4] = wrong
+    np.save(root / "labels" / "case0.npy", truth)
+    with pytest.raises(segcal.SegcalError, match=rf"label {wrong}\b|{wrong}"):
+        evaluate(segcal.open_cases(root))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.ndimage import distance_transform_edt
 from tests.reference import regions as reference
 
 from segcal.errors import InputError
@@ -292,3 +295,29 @@ def test_registry_ids_are_those_of_the_methods_page() -> None:
     assert all(name == region.id for name, region in REGIONS.items())
     assert {"everything", "foreground", "all", "boundary", "interior", "local"} < set(REGIONS)
     assert BANDS == ["band-0-3", "band-3-7", "band-7-15", "band-15-inf"]
+
+
+@pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 0.1, 3.3)])
+def test_distances_and_bands_in_parts_are_those_of_the_whole(
+    spacing: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = blobs(19, 14, 21)
+    boundary = label_boundary(labels, torch.ones_like(labels, dtype=torch.bool))[0].numpy()
+    expected = distance_transform_edt(~boundary, sampling=spacing).astype(np.float32)
+    monkeypatch.setattr(sys.modules["segcal.regions"], "_PART", 2 * 14 * 21)
+    parts = CaseRegions(labels, spacing=spacing)
+    assert np.array_equal(parts.distance[0].numpy(), expected)
+    assert np.array_equal(parts.bands[0].numpy(), np.digitize(expected, [3, 7, 15]))
+
+
+def test_distances_take_no_more_than_thirty_bytes_a_voxel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scipy's own take more than twice that, which for a large scan is gigabytes."""
+    labels = blobs(48, 64, 64)
+    monkeypatch.setattr(sys.modules["segcal.regions"], "_PART", 64 * 64)
+    regions = CaseRegions(labels)
+    assert bool(regions.boundary.any())
+    tracemalloc.start()
+    assert bool(regions.distance.isfinite().all())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30 * labels.numel()

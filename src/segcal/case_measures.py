@@ -34,7 +34,7 @@ class CaseVoxels:
     def __init__(self, plan: Plan, case: Case, threads: int) -> None:
         self.case, self.threads = case, threads
         self.where = CaseRegions(
-            case.labels,
+            _narrow_labels(case),
             spacing=case.spacing,
             ignore_index=case.ignore_index,
             mask=case.mask,
@@ -56,6 +56,21 @@ class CaseVoxels:
         """The uncalibrated scores in a window."""
         columns = (slice(None), slice(None), slice(None), *window[1:])
         return self.case.rows("logits", window[0])[columns]  # type: ignore[no-any-return]
+
+
+def _narrow_labels(case: Case) -> Tensor:
+    """The labels ``(N, *spatial)`` of a case, in two bytes each unless there are numbers that do not fit."""
+    fits, labels = torch.iinfo(torch.int16), None
+    for rows in row_slices(case.shape):
+        some: Tensor = case.rows("labels", rows)
+        if labels is None:
+            labels = torch.empty(case.shape[:1] + case.shape[2:], dtype=torch.int16, device=some.device)
+        low, high = (int(value) for value in some.aminmax())
+        if low < fits.min or high > fits.max:
+            return case.labels
+        labels[:, rows] = some
+    assert labels is not None, "cases have rows"
+    return labels
 
 
 class Scores(NamedTuple):
@@ -236,14 +251,18 @@ def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
     if "surfaces" not in plan.needs:
         return []
     case = view.voxels.case
-    prediction = [view.scores(window, view.voxels.logits(window)).prediction for window in view.voxels.windows]
+    labels, valid = view.voxels.where.labels, view.voxels.where.valid
+    prediction = torch.empty_like(labels)
+    for window in view.voxels.windows:
+        index = (slice(None), *window)
+        prediction[index] = view.scores(window, view.voxels.logits(window)).prediction
     distances = surface_distances(
-        torch.cat(prediction, 1),
-        case.labels,
+        prediction,
+        labels,
         case.shape[1],
         spacing=case.spacing,
-        ignore_index=case.ignore_index,
-        mask=case.mask,
+        ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
+        mask=valid,
     )
     rows = []
     for column in plan.columns:

@@ -84,7 +84,7 @@ def surface_distances(
     num_classes: int,
     *,
     spacing: Sequence[float] | None = None,
-    ignore_index: int = 255,
+    ignore_index: int | None = 255,
     mask: Tensor | None = None,
 ) -> SurfaceDistances:
     """Distances between the predicted and the labelled surface of every class, in both directions.
