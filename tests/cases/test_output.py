@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import segcal
-from datasets import logits, plain, save_nifti, snapshot
+from datasets import labels, logits, plain, save_nifti, snapshot
 from segcal.apply import apply
 from segcal.calibrators import TemperatureScaling
+from segcal.calibrators.tensor_cases import tensors_as_cases
 from segcal.cases import CaseRef, OutputFolder, ScoreWriter, write_dataset
 from segcal.cases.pack import FORMATS
-from segcal.errors import InputError, OutputError
+from segcal.errors import DataError, InputError, OutputError
 from segcal.folders import JOURNAL
 from segcal.maps import write_maps
 from segcal.synthetic import scenes
@@ -261,3 +262,72 @@ def test_a_link_in_the_folder_is_not_followed_out_of_it(tmp_path):
     with pytest.raises(OutputError, match="leads out"):
         write_dataset(segcal.open_cases(root), out, resume=True)
     assert snapshot(tmp_path / "elsewhere") == before
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("ignored", [0, 3, 4, 255, 256, -1, -65536, 2**31, -(2**31), 2**40, -(2**63)])
+def test_whatever_label_is_ignored_stays_ignored(tmp_path, format, ignored):
+    root = plain(tmp_path / "in", count=2)
+    for i in range(2):
+        truth = labels(i).astype(np.int64)
+        truth[:, ::2] = ignored
+        np.save(root / "labels" / f"case{i}.npy", truth)
+    before = segcal.open_cases(root, ignore_index=ignored)
+    write_dataset(before, tmp_path / "out", format=format)
+    after = segcal.open_cases(tmp_path / "out")
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.valid, other.valid)
+        assert torch.equal(one.labels[one.valid], other.labels[other.valid])
+    one, other = (segcal.evaluate(cases, metrics=("nll", "ece", "dsc")).rows for cases in (before, after))
+    assert one == other
+    kept = after.ignore_index == ignored
+    assert kept == (format not in ("nii", "nii.gz", "tif") or -(2**31) <= ignored < 2**31)
+    assert kept or f"# {ignored} in the data" in (tmp_path / "out" / "segcal.toml").read_text()
+
+
+def test_many_classes_and_a_far_ignored_label_in_a_small_format(tmp_path):
+    logits_, truth = torch.zeros(1, 300, 4, 5), torch.arange(20).reshape(1, 4, 5) * 15
+    truth[0, 0] = 2**50
+    cases = tensors_as_cases(logits_, truth, 2**50, None)
+    write_dataset(cases, tmp_path / "out", format="tif")
+    after = segcal.open_cases(tmp_path / "out")
+    assert after.ignore_index == -1
+    assert torch.equal(after[0].labels[0], truth[0].masked_fill(truth[0] == 2**50, -1))
+
+
+def test_labels_of_no_class_are_refused_but_where_they_do_not_count(tmp_path):
+    scores, truth = torch.zeros(1, 3, 4, 5), torch.zeros(1, 4, 5, dtype=torch.long)
+    truth[0, 1, 2] = 300  # would wrap to 44 in a byte
+    with pytest.raises(DataError, match=r"label 300 at 1 voxels; expected 0\.\.2, or 255"):
+        write_dataset(tensors_as_cases(scores, truth, 255, None), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_dataset(tensors_as_cases(scores, truth, 255, truth != 300), tmp_path / "out")
+    after = segcal.open_cases(tmp_path / "out")[0]
+    assert torch.equal(after.valid, truth != 300)
+
+
+def test_a_lost_mask_is_written_again(tmp_path):
+    root, out = plain(tmp_path / "in", count=2), tmp_path / "out"
+    (root / "masks").mkdir()
+    for i in range(2):
+        np.save(root / "masks" / f"case{i}.npy", np.arange(63).reshape(9, 7) > 5)
+    write_dataset(segcal.open_cases(root), out)
+    (out / "masks" / "case1.npy").unlink()
+    assert write_dataset(segcal.open_cases(root), out, resume=True).skipped == 1
+    assert_same(segcal.open_cases(root), segcal.open_cases(out))
+
+
+def test_batches_are_not_cut_to_their_first_image_and_channels_are_all_written(tmp_path):
+    torch.manual_seed(0)
+    scores, truth = torch.randn(20, 2, 4, 5), torch.randint(2, (20, 4, 5))
+    batches = tensors_as_cases(scores, truth, 255, None)  # two images a case
+    fitted = TemperatureScaling().fit(batches)
+    for write in (write_dataset, partial(apply, fitted)):
+        with pytest.raises(InputError, match="a batch of 2 images"):
+            write(batches, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    channels = replace(batches[:1], channel_names=("one", "two"))
+    apply(TemperatureScaling().fit(channels), channels, tmp_path / "applied")
+    assert np.load(next((tmp_path / "applied" / "probs").iterdir())).shape == (2, 4, 5)
+    write_dataset(channels, tmp_path / "packed")
+    assert torch.equal(segcal.open_cases(tmp_path / "packed")[0].labels, channels[0].labels)

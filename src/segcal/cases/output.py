@@ -20,7 +20,7 @@ from torch import Tensor
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Array, ArraySink, Geometry, Index, create_array, open_array
-from segcal.errors import OutputError, SegcalError
+from segcal.errors import InputError, OutputError, SegcalError
 from segcal.files import atomic_path, file_name, file_state
 from segcal.folders import OwnFolder
 from segcal.scores import keep_argmax
@@ -59,8 +59,20 @@ class OutputFolder(OwnFolder):
         for name in cases.ids:
             file_name(name)
         super().__init__(folder, holds, inputs=cases.folders, resume=resume, shared=shared)
+        self.multilabel = cases.channel_names is not None
         self._settings = json.dumps([_VERSION, settings], sort_keys=True)
         self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}
+
+    def require_one(self, case: Case) -> None:
+        """Raise if a case is a batch of images: a file holds one, or the channels of one."""
+        if case.shape[0] > 1 and not self.multilabel:
+            raise InputError(
+                f"a batch of {case.shape[0]} images", case=case.id, expected="one image a case", fix="split the batch"
+            )
+
+    def recorded(self, relative: str) -> bool:
+        """Whether this file was finished once, by this run or an earlier one."""
+        return relative in self._finished
 
     def finished(self, relative: str, case: Case) -> bool:
         """Whether this file was made from the case as it is now, with these settings, and still reads back right.
@@ -156,15 +168,15 @@ class ScoreWriter:
     @contextmanager
     def scores(self, case: Case, dtype: torch.dtype = torch.float32) -> Iterator[OrientedSink]:
         """Write the log-probabilities ``(N, C, *spatial)`` of a case, rows at a time, as the declared kind."""
-        source = case.source
-        shape: tuple[int, ...] = (source.num_classes, *source.spatial)
-        multilabel = reverse = squeeze = False
+        self.output.require_one(case)
+        source, multilabel = case.source, self.output.multilabel
+        shape: tuple[int, ...] = (source.batch if multilabel else source.num_classes, *source.spatial)
+        reverse = squeeze = False
         key: str = self.kind
         geometry = None
         if isinstance(source, DiskCase):
             stored = source.members[0]
             shape, reverse, squeeze = stored.file.shape, stored.reverse, stored.squeeze
-            multilabel = source.multilabel
             key, geometry = stored.file.key or key, stored.file.geometry
             if source.config.layout == "nnunet":
                 self._copy_sidecars(source)

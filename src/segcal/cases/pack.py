@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from segcal.cases.caseset import CaseSet
 from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.output import OutputFolder
 from segcal.cases.toml import toml_text, toml_texts
-from segcal.errors import InputError
+from segcal.errors import DataError, InputError
 from segcal.files import file_name
 from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
@@ -26,6 +26,8 @@ from segcal.types import Case, row_slices
 StoredType = Literal["float16", "float32"]
 # What the folder holds, for whoever wants to go on with it.
 DATASET = "a dataset"
+# Formats whose labels other programs read as integers of up to 32 bits.
+_AT_MOST_32_BITS = ("nii", "nii.gz", "tif")
 FORMATS = ("npy", "zarr", "npz", "nii.gz", "nii", "tif", "h5")
 
 
@@ -71,6 +73,7 @@ def write_dataset(
     started = time.perf_counter()
     spacing: dict[str, tuple[float, ...]] = {}
     total = _Totals()
+    label_type = _LabelType.of(cases, format)
     settings = {"dtype": dtype, "format": format, "classes": cases.num_classes, "ignore_index": cases.ignore_index}
     with OutputFolder(Path(folder), cases, DATASET, settings=settings, resume=resume) as output:
         for case in cases:
@@ -79,13 +82,17 @@ def write_dataset(
                 spacing[case.id] = case.spacing
             total.cases += 1
             name = f"{file_name(case.id)}.{format}"
-            if output.finished(f"labels/{name}", case) and output.finished(f"logits/{name}", case):
+            if _finished(output, case, name):
                 total.skipped += 1
                 continue
+            output.require_one(case)
+            labels = label_type.stored(case, cases.num_classes)
             _write_extras(output, case, name)
-            _write_scores(output, case, name, dtype, total, multilabel=cases.channel_names is not None)
-            _write_labels(output, case, name, cases)
-        output.text(CONFIG_NAME, _describe(cases, spacing))
+            _write_scores(output, case, name, dtype, total, multilabel=output.multilabel)
+            array = (labels if output.multilabel else labels[0]).numpy()
+            axis = int(output.multilabel)
+            _write_whole(output, f"labels/{name}", array, label_type.dtype, case, "labels", row_axis=axis)
+        output.text(CONFIG_NAME, _describe(cases, spacing, label_type.ignore_index))
     size = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
     voxels = max(total.voxels, 1)
     return PackReport(
@@ -97,6 +104,13 @@ def write_dataset(
         total.nll_input / voxels if total.voxels else float("nan"),
         total.nll_stored / voxels if total.voxels else float("nan"),
     )
+
+
+def _finished(output: OutputFolder, case: Case, name: str) -> bool:
+    """Whether all files of a case are there and as they were written; which they are the journal knows."""
+    needed = [f"{folder}/{name}" for folder in ("logits", "labels")]
+    extras = [f"{folder}/{name}" for folder in ("images", "masks", "posteriors")]
+    return all(output.finished(file, case) for file in (*needed, *filter(output.recorded, extras)))
 
 
 @dataclass
@@ -136,13 +150,37 @@ def _nll(logits: Tensor, labels: Tensor, valid: Tensor) -> float:
     return float(-torch.where(valid, picked, 0.0).sum(dtype=torch.float64))
 
 
-def _write_labels(output: OutputFolder, case: Case, name: str, cases: CaseSet) -> None:
-    labels = case.labels
-    highest = max(cases.num_classes - 1, cases.ignore_index)
-    dtype = np.uint8 if cases.ignore_index >= 0 and highest < 256 else np.int16 if highest < 2**15 else np.int32
-    channels = int(cases.channel_names is not None)
-    array = (labels if channels else labels[0]).numpy()
-    _write_whole(output, f"labels/{name}", array, dtype, case, "labels", row_axis=channels)
+class _LabelType(NamedTuple):
+    """How labels are stored: the type, and the label of ignored voxels."""
+
+    dtype: DTypeLike
+    ignore_index: int
+
+    @classmethod
+    def of(cls, cases: CaseSet, format: str) -> _LabelType:
+        """The smallest type that holds all labels; an ignored label that the format cannot hold becomes another."""
+        widest = np.iinfo(np.int32 if format in _AT_MOST_32_BITS else np.int64)
+        ignored, highest = cases.ignore_index, cases.num_classes - 1
+        if not widest.min <= ignored <= widest.max:
+            ignored = 255 if highest < 255 else -1
+        fitting = (
+            dtype
+            for dtype in (np.uint8, np.int16, np.int32, np.int64)
+            if np.iinfo(dtype).min <= min(0, ignored) and max(highest, ignored) <= np.iinfo(dtype).max
+        )
+        return cls(next(fitting), ignored)
+
+    def stored(self, case: Case, num_classes: int) -> Tensor:
+        """The labels of a case as they are stored. Those that no class has may stand where the mask leaves them out."""
+        labels, valid = case.labels, case.valid
+        unknown = (labels < 0) | (labels >= num_classes)
+        if bool((wrong := unknown & valid).any()):
+            raise DataError(
+                f"label {int(labels[wrong][0])} at {int(wrong.sum())} voxels",
+                case=case.id,
+                expected=f"0..{num_classes - 1}, or {case.ignore_index} to ignore",
+            )
+        return labels.masked_fill(unknown | (labels == case.ignore_index), self.ignore_index)
 
 
 def _write_extras(output: OutputFolder, case: Case, name: str) -> None:
@@ -167,9 +205,11 @@ def _write_whole(
             sink.write(index, array[index])
 
 
-def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]]) -> str:
+def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], ignored: int) -> str:
     """The ``segcal.toml`` of what was written. JSON's numbers and lists of them are TOML's, too."""
-    lines = ["# Written by segcal.", 'kind = "logits"', f"ignore_index = {cases.ignore_index}"]
+    lines = ["# Written by segcal.", 'kind = "logits"', f"ignore_index = {ignored}"]
+    if ignored != cases.ignore_index:
+        lines[-1] += f"  # {cases.ignore_index} in the data that this was made from, which the format cannot hold"
     if cases.channel_names is not None:
         lines.append("multilabel = true")
     else:
