@@ -4,10 +4,18 @@ import sys
 
 import pytest
 
-from datasets import snapshot
+import segcal
+from datasets import plain, snapshot
 from segcal import files
+from segcal.apply import apply
+from segcal.cases import write_dataset
+from segcal.cases.pack import FORMATS
 from segcal.errors import OutputError
 from segcal.files import atomic_path, check_writable
+from segcal.maps import write_maps
+from segcal.plots import reliability_figures, save
+from segcal.training import checkpoint
+from segcal.training.networks import UNet
 
 
 @pytest.fixture
@@ -137,3 +145,42 @@ with atomic_path(pathlib.Path(sys.argv[1])) as temporary, atomic_path(pathlib.Pa
     with atomic_path(tmp_path / "b.npy") as temporary:
         temporary.write_text("")
     assert {path.name for path in tmp_path.iterdir()} == {"b.npy", *kept}
+
+
+def test_files_have_the_rights_that_the_umask_gives(tmp_path):
+    cases = segcal.synthetic.scenes(4, size=(32, 40), num_classes=3)
+    before = os.umask(0o027)
+    try:
+        calibrator = segcal.calibrators.TemperatureScaling().fit(cases)
+        calibrator.save(tmp_path / "cal.safetensors")
+        UNet(1, 2, width=4, depth=2).save(tmp_path / "best.safetensors")
+        checkpoint.save(tmp_path / "last.pt", {})
+        for format in FORMATS:
+            write_dataset(cases[:1], tmp_path / format, format=format)
+        apply(calibrator, cases[:1], tmp_path / "applied", confidence=True)
+        results = segcal.evaluate(cases, metrics=("nll",))
+        results.to_json(tmp_path / "results.json")
+        results.to_csv(tmp_path / "results.csv")
+        write_maps(cases[:1], tmp_path / "maps")
+        segcal.compare(cases, methods=("ts",), repeats=1, metrics=("nll",), output=tmp_path / "study")
+        for _, figure in reliability_figures(results):
+            save(figure, tmp_path / "plots" / "figure.png")
+    finally:
+        os.umask(before)
+    rights = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert len(rights) > 50
+    wrong = {path: oct(mode) for path, mode in rights.items() if mode != (0o750 if path.is_dir() else 0o640)}
+    assert not wrong
+
+
+def test_resuming_removes_what_a_killed_run_left_in_any_subfolder(tmp_path):
+    finished = subprocess.Popen([sys.executable, "-c", ""])
+    finished.wait()
+    left = f".segcal-tmp-{files._machine()}-{finished.pid}-{'0' * 8}-0.npy"
+    cases = segcal.open_cases(plain(tmp_path / "in"))
+    write_dataset(cases, tmp_path / "out")
+    whole = snapshot(tmp_path / "out")
+    (tmp_path / "out" / "labels" / left).write_text("half")
+    files.remove_leftovers.cache_clear()
+    assert write_dataset(cases, tmp_path / "out", resume=True).skipped == 3
+    assert snapshot(tmp_path / "out").keys() == whole.keys()

@@ -1,4 +1,6 @@
 import os
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 from datasets import plain
 from segcal.cases import open_cases
 from segcal.cases.caseset import CaseRef, CaseSet
-from segcal.compare.cache import Store, content_key, fingerprints
+from segcal.compare.cache import Store, class_key, content_key, fingerprints
 from segcal.synthetic import Temperature, scenes
 from segcal.types import Case
 
@@ -39,6 +41,24 @@ def test_cases_of_unknown_origin_are_known_by_their_content():
 
     assert fingerprints(cases(0.0)) == fingerprints(cases(0.0)) != fingerprints(cases(1.0))
     assert isinstance(cases(0.0)[0], Case)
+
+
+def test_code_of_the_user_is_known_by_what_it_returns():
+    """Its name stays when its body, or the file it reads, changes."""
+    found = []
+    for factor in (1.0, 2.0, 1.0):
+        name = {"Case": Case, "scenes": scenes, "factor": factor}
+        exec("def read(path):\n    case = scenes(1, size=(32, 40))[0]\n    case.load()\n    "
+             "case._read['logits'] = factor * case.logits\n    return case", name)  # fmt: skip
+        found.append(fingerprints(CaseSet((CaseRef("a", partial(name["read"], "a.npy")),), 6)))
+    assert found[0] == found[2] != found[1]
+
+
+def test_which_cases_belong_together_is_part_of_the_key():
+    cases = scenes(4, size=(32, 40))
+    halves = replace(cases, groups={name: str(index // 2) for index, name in enumerate(cases.ids)})
+    renamed = replace(cases, groups={name: f"patient {index // 2}" for index, name in enumerate(cases.ids)})
+    assert class_key(cases) != class_key(halves) == class_key(renamed)
 
 
 def test_a_damaged_entry_is_no_entry(tmp_path):

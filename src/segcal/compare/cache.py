@@ -23,6 +23,7 @@ from torch import Tensor
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
 from segcal.cases.caseset import CaseRef
+from segcal.cases.splits import by_group
 from segcal.errors import SegcalError
 from segcal.files import atomic_path, file_state
 from segcal.results import plain
@@ -87,8 +88,9 @@ def content_key(**content: Any) -> str:
 
 
 def class_key(cases: CaseSet) -> tuple[Any, ...]:
-    """What the classes and channels of cases are, for a ``content_key``."""
-    return cases.num_classes, cases.ignore_index, cases.background, cases.class_names, cases.channel_names
+    """What the classes and channels of cases are, and which cases belong together, for a ``content_key``."""
+    groups = sorted(by_group(cases.ids, cases.groups).values())
+    return cases.num_classes, cases.ignore_index, cases.background, cases.class_names, cases.channel_names, groups
 
 
 def fingerprints(cases: CaseSet) -> dict[str, str]:
@@ -109,7 +111,9 @@ def _origin(ref: CaseRef) -> Any:
     except _UnknownOriginError:
         case = ref.open()
         tensors = (case.logits, case.labels, case.mask, case.image)
-        return [case.id, case.spacing, case.ignore_index, *(None if t is None else _described(t) for t in tensors)]
+        members = [_described(case.member_logits(index)) for index in range(case.members or 0)]
+        about = [case.id, case.spacing, case.ignore_index, case.pooling, members]
+        return [*about, *(None if t is None else _described(t) for t in tensors)]
 
 
 class _UnknownOriginError(Exception):
@@ -122,11 +126,13 @@ def _described(value: Any) -> Any:
         return value
     if isinstance(value, partial):
         return [_described(value.func), _described(value.args), _described(value.keywords)]
-    if isinstance(value, FunctionType) and not value.__closure__ and value.__name__ != "<lambda>":
+    # What segcal's own functions and classes do follows from its version; of others' the name does not say it.
+    own = str((value if isinstance(value, FunctionType) else type(value)).__module__).startswith("segcal.")
+    if own and isinstance(value, FunctionType) and not value.__closure__ and value.__name__ != "<lambda>":
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Path):
         return file_state(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if own and is_dataclass(value) and not isinstance(value, type):
         content = {item.name: _described(getattr(value, item.name)) for item in fields(value)}
         return [type(value).__qualname__, content]
     if isinstance(value, Mapping):
