@@ -28,7 +28,7 @@ class OwnFolder:
     Args:
         folder: It must be new or empty, or with ``resume`` one that an earlier run began.
         holds: What it holds, in a few words; another kind of folder is not resumed.
-        inputs: Folders that are read: it is none of them, lies in none and holds none.
+        inputs: Folders that are read: it is none of them, lies in none and, unless ``shared``, holds none.
         resume: Go on with what is there.
         shared: The folder may hold other things, which stay.
 
@@ -49,7 +49,7 @@ class OwnFolder:
         shared: bool = False,
     ) -> None:
         self.folder, self._holds, self._journal, self._cut = folder, holds, folder / JOURNAL, False
-        check_apart(folder, inputs)
+        check_apart(folder, inputs, may_hold=shared)
         check_writable(folder, folder=True)
         with writing(folder):
             header, *self.records = self._read() or [{}]
@@ -143,8 +143,10 @@ class OwnFolder:
                     item.rmdir()
 
 
-def check_apart(output: Path, inputs: Sequence[Path]) -> None:
+def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False) -> None:
     """Raise if an output folder is one of the folders that are read, lies in one or holds one, through links too.
+
+    With ``may_hold`` it may hold them: for files that have names of their own, or are never written over others.
 
     Examples:
         >>> check_apart(Path("study/calibrated"), [Path("study/logits"), Path("study/labels")])
@@ -157,7 +159,7 @@ def check_apart(output: Path, inputs: Sequence[Path]) -> None:
             problem = "is read, too"
         elif any(_same(parent, folder) for parent in Path(os.path.realpath(output)).parents):
             problem = f"lies in {folder}, which is read"
-        elif any(_same(parent, output) for parent in Path(os.path.realpath(folder)).parents):
+        elif not may_hold and any(_same(parent, output) for parent in Path(os.path.realpath(folder)).parents):
             problem = f"holds {folder}, which is read"
         else:
             continue

@@ -134,6 +134,18 @@ def test_maps_replace_maps_and_nothing_else(run, tmp_path):
     refused(run, tmp_path, "segcal did not write it", "evaluate", "ds", "--metrics", "nll", "--maps", "study")
 
 
+def test_maps_and_plots_go_beside_the_input_but_not_into_it(run, tmp_path):
+    before = snapshot(tmp_path / "ds")
+    for option in ("--maps", "--plots"):
+        for folder in ("ds/logits", "ds/labels/new", "ds/masks"):
+            refused(run, tmp_path, "expected a folder apart", "evaluate", "ds", "--metrics", "nll", option, folder)
+    assert run("evaluate", "ds", "--metrics", "nll", "--maps", "ds", "--plots", ".")[0] == 0
+    assert {name: state for name, state in snapshot(tmp_path / "ds").items() if name in before} == before
+    assert (tmp_path / "reliability-everything.png").is_file()
+    assert len(list((tmp_path / "ds" / "confidence").iterdir())) == 6
+    assert segcal.open_cases(tmp_path / "ds").ids == tuple(f"case{i}" for i in range(6))
+
+
 @pytest.mark.parametrize("place", ["file/x", "/proc/x", "/dev/null", "victim", "x" * 300])
 def test_a_place_that_cannot_be_written_is_known_before_the_work(run, tmp_path, cal, monkeypatch, place):
     (tmp_path / "file").write_text("")

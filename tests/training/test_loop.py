@@ -1,12 +1,15 @@
 import csv
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import segcal
+from datasets import snapshot
 from segcal.errors import SegcalError
 from segcal.training import Trainer, UNet, load_network, train
 from segcal.training.prediction import predict
@@ -245,6 +248,27 @@ def test_weights_that_are_not_finite_stop_the_run(root):
     trainer.optimiser.step = lambda *_: trainer.network.head.bias.data.fill_(math.inf)
     with pytest.raises(SegcalError, match="weights are not finite; there is no checkpoint yet"):
         trainer.fit()
+
+
+@pytest.mark.parametrize("name", ["last.pt", "best.safetensors", "log.csv", "logits-val/mine.txt"])
+def test_a_folder_with_files_of_such_names_is_left_alone(root, name):
+    config = small(root, epochs=1)
+    path = Path(config.output) / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    before = snapshot(root.parent)
+    for resume in (False, True):
+        with pytest.raises(SegcalError, match="holds a run already|is not empty|cannot be read|no checkpoint"):
+            Trainer(config, resume=resume)
+    assert snapshot(root.parent) == before
+
+
+def test_output_among_the_images_is_refused(root):
+    with pytest.raises(SegcalError, match="which is read"):
+        Trainer(replace(small(root, epochs=1), output=str(root / "images")))
+    (root.parent / "file").write_text("")
+    with pytest.raises(SegcalError, match="is a file"):
+        Trainer(replace(small(root, epochs=1), output=str(root.parent / "file")))
 
 
 def test_only_the_same_run_is_resumed(root):

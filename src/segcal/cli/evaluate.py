@@ -17,6 +17,7 @@ from segcal.cli.outputs import check_files
 from segcal.errors import InputError
 from segcal.evaluate import DEFAULT_METRICS, evaluate
 from segcal.files import check_writable
+from segcal.folders import check_apart
 from segcal.maps import open_maps, write_maps
 from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.plan import parse_metric
@@ -74,6 +75,7 @@ def evaluate_command(
         from segcal.plots.style import canvas
 
         check_writable(plots, folder=True)
+        check_apart(plots, cases.folders, may_hold=True)
         canvas(None, 1, 1)  # Without matplotlib it says so now.
     if maps:
         open_maps(cases, maps)
