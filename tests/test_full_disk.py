@@ -8,12 +8,15 @@ from datasets import plain
 
 SCRIPT = """
 import json, pathlib, resource, sys
+from contextlib import suppress
 import numpy as np, torch
 import segcal
 from segcal.apply import apply
 from segcal.cases import write_dataset
 from segcal.cases.formats import create_array
 from segcal.cases.pack import FORMATS
+from segcal.errors import OutputError
+from segcal.files import check_writable
 from segcal.training import checkpoint
 from segcal.training.networks import UNet
 
@@ -41,6 +44,17 @@ attempts["network"] = lambda: UNet(1, 4, width=32, depth=3).save(disk / "best.sa
 attempts["checkpoint"] = lambda: checkpoint.save(disk / "last.pt", {"weights": torch.zeros(400_000)})
 attempts["calibrator"] = lambda: vectors(calibrator)
 found = {}
+if len(disks) > 1:  # filled to the last byte, it is known as full before any work
+    with suppress(OSError), (disks[0] / "fill").open("wb") as file:
+        while file.write(bytes(4096)):
+            file.flush()
+    try:
+        check_writable(disks[0] / "cal.safetensors")
+    except OutputError as error:
+        assert "No space left" in str(error)
+    else:
+        raise AssertionError("a full disk passed for writable")
+    (disks[0] / "fill").unlink()
 for disk in disks:
     if disk == disks[-1]:  # not full, but no file may grow beyond this
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))

@@ -21,6 +21,8 @@ from segcal.errors import OutputError
 
 # A temporary name says which process of which machine made it, so that what a killed process left is known as such.
 _TEMPORARY = re.compile(r"\.segcal-tmp-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+")
+# Bytes to try a disk with: a block.
+_PROBE = 4096
 # Written at once where space cannot be reserved otherwise.
 _ZEROS = 2**20
 _TOKEN, _NUMBERS = secrets.token_hex(4), itertools.count()
@@ -73,8 +75,8 @@ def check_writable(path: str | Path, *, folder: bool = False) -> None:
             raise OutputError("is a file", where=str(path), expected="a folder")
         start = target if folder else target.parent
         there = next(item for item in (start, *start.parents) if item.exists())
-        with tempfile.TemporaryFile(dir=there):  # Rights alone do not tell: the disk may be full or read-only.
-            pass
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            file.write(bytes(_PROBE))  # Rights alone do not tell: the disk may be full.
 
 
 def file_name(name: Any) -> str:
@@ -124,6 +126,7 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot be written ({error.strerror or str(error).partition(chr(10))[0]})",
             where=str(path),
             expected="a writable folder with enough space",
+            fix="make room, or write elsewhere, and run it again",
         ) from error
 
 
