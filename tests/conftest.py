@@ -13,9 +13,9 @@ torch.set_num_threads(1)
 def run(monkeypatch, capsys):
     """Run the command line as a user would; returns exit code, standard output, standard error."""
 
-    def call(*arguments):
+    def call(*arguments, width=200):
         monkeypatch.setattr(sys, "argv", ["segcal", *map(str, arguments)])
-        monkeypatch.setattr(segcal.cli.console.out, "_width", 200)
+        monkeypatch.setattr(segcal.cli.console.out, "_width", width)
         with pytest.raises(SystemExit) as stop:
             segcal.cli.main()
         captured = capsys.readouterr()

@@ -12,7 +12,8 @@ from segcal.compare import Study
 def printed(study, monkeypatch, tmp_path, width=200):
     """What the terminal shows, with its colours."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
-    monkeypatch.setattr(segcal.cli.study, "out", console)
+    for module in (segcal.cli.console, segcal.cli.study):
+        monkeypatch.setattr(module, "out", console)
     segcal.cli.study.show_study(Study(study), tmp_path / "index.html")
     return console.file.getvalue()
 

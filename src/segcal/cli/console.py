@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from segcal.compare import Step
 from segcal.errors import SegcalError
@@ -28,6 +30,8 @@ err = Console(stderr=True, highlight=False)
 
 #: Seconds between two lines of progress where no bar can be drawn.
 EVERY = 60.0
+# No table is as wide as this.
+_WIDEST = 100_000
 # Seconds between two looks at the clock.
 _LOOK = 1.0
 
@@ -41,6 +45,31 @@ def show_error(error: SegcalError) -> None:
         err.print(f"  [dim]expected[/] {escape(error.expected)}", soft_wrap=True)
     if error.fix:
         err.print(f"  [green]to fix[/]   {escape(error.fix)}", soft_wrap=True)
+
+
+def show_table(table: Table) -> None:
+    """Print a table whole: no number and no name is ever cut.
+
+    In a pipe or a file it is as wide as it needs to be; on a terminal too narrow for it, every cell has its own line.
+    """
+    if table.title:
+        out.print(table.title, style="table.title", soft_wrap=True)
+        table.title = None
+    if not out.is_terminal:
+        width = Measurement.get(out, out.options.update(max_width=_WIDEST), table).maximum
+        Console(file=out.file, width=width, highlight=False).print(table)
+        return
+    with out.capture() as attempt:
+        out.print(table)
+    if "…" not in attempt.get():  # what rich ends a text with that it has to cut
+        out.print(table)
+        return
+    headers = [column.header for column in table.columns] if table.show_header else [""] * len(table.columns)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for header, cell in zip(headers, cells, strict=True):
+            if cell:
+                out.print(f"[dim]{header}[/] {cell}" if header else cell, soft_wrap=True)
+        out.print()
 
 
 class Pulse:

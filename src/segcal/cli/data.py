@@ -15,7 +15,7 @@ from segcal import synthetic
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.cases.open import find_cases
 from segcal.check import CheckReport, check
-from segcal.cli.console import err, out, progress
+from segcal.cli.console import err, out, progress, show_table
 from segcal.errors import MAX_SEED
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
 from segcal.metrics.diagnosis import verdict
@@ -130,7 +130,7 @@ def pack_command(
     if report.voxels:
         table.add_row("NLL", f"{report.nll_input:.6f} as read, {report.nll_stored - report.nll_input:+.1e} as stored")
     table.add_row("labels", "every argmax kept, every file read back and compared")
-    out.print(table)
+    show_table(table)
 
 
 def scenes_command(
@@ -149,7 +149,7 @@ def scenes_command(
     cases = synthetic.demo_scenes(seed)[int(volumes)]
     with progress("writing", len(cases)) as step:
         report = write_dataset(cases, output, dtype=dtype.value, format=format.value, progress=step)
-    out.print(f"{report.cases} scenes, {report.bytes / 1e6:,.1f} MB, in {escape(str(output))}")
+    out.print(f"{report.cases} scenes, {report.bytes / 1e6:,.1f} MB, in {escape(str(output))}", soft_wrap=True)
 
 
 def show_check(report: CheckReport) -> None:
@@ -188,9 +188,9 @@ def show_check(report: CheckReport) -> None:
         facts.add_row("NLL, entropy", f"{report.mean(nll):.4f}, {report.mean(entropy):.4f}")
         balance = report.mean(confidence_balance)
         facts.add_row("at a glance", f"{verdict(balance)} (NLL - entropy = {balance:+.4f})")
-    out.print(facts)
+    show_table(facts)
     if report.valid:
-        out.print(_class_table(report))
+        show_table(_class_table(report))
     for note in report.notes:
         out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     for problem in report.problems:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from segcal.calibrators import load
-from segcal.cli.console import out, progress
+from segcal.cli.console import out, progress, show_table
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError
@@ -128,7 +128,7 @@ def show_results(results: Results) -> None:
             f"{row.cases} ({', '.join(notes)})" if notes else f"{row.cases}",
         )
         previous = row.region
-    out.print(table)
+    show_table(table)
     if binned := [name for name in dict.fromkeys(row.metric for row in results.rows) if "num_bins" in _unsaid(name)]:
         out.print(f"{results.about['bins']} bins: {', '.join(binned)}", soft_wrap=True, markup=False)
     if without := results.about["without_background"]:

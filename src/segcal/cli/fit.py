@@ -17,7 +17,7 @@ from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, Split
 from segcal.cases.splits import in_no_part, some
-from segcal.cli.console import out, progress, waiting
+from segcal.cli.console import out, progress, show_table, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError, check_name
@@ -123,8 +123,8 @@ def fit_command(
             table.add_column(name, justify="right")
         for metric in _SHOWN:
             table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in shown.values()))
-        out.print(table)
-    out.print(f"written to [bold]{escape(str(output))}[/]")
+        show_table(table)
+    out.print(f"written to [bold]{escape(str(output))}[/]", soft_wrap=True)
 
 
 def _split(cases: CaseSet, test: float | None, seed: int) -> Split:
@@ -173,4 +173,4 @@ def apply_command(
         )
     skipped = f", {report.skipped} were finished already" if report.skipped else ""
     kept = "every label kept" if fitted.preserves else f"{report.flips:,} of {report.voxels:,} labels changed"
-    out.print(f"{report.written} cases written to [bold]{escape(str(output))}[/]{skipped}; {kept}")
+    out.print(f"{report.written} cases written to [bold]{escape(str(output))}[/]{skipped}; {kept}", soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from segcal.cli.console import out
+from segcal.cli.console import out, show_table
 from segcal.compare import Study
 from segcal.results import number
 
@@ -28,7 +28,7 @@ def show_study(study: Study, report: Path) -> None:
     out.print(f"[dim]{data['cases']} cases, {escape(data['splits'])}[/]", soft_wrap=True)
     tables = [_method_table(study), *(_shift_table(study, entry) for entry in study.document["shift"] or ())]
     for table, notes in tables:
-        out.print(table)
+        show_table(table)
         for note in notes:
             out.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
         out.print()

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from segcal.cli.console import out, progress, waiting
+from segcal.cli.console import out, progress, show_table, waiting
 from segcal.cli.data import seed_option
 from segcal.training import Trainer, convert, load_config
 
@@ -39,7 +39,7 @@ def train_command(
     scores = f"Dice {report.dice:.4f}, NLL {report.nll:.4f}, ECE {report.ece:.4f}"
     table.add_row("best epoch", f"{report.best_epoch}, validation {scores}")
     table.add_row("written to", escape(str(report.output)))
-    out.print(table)
+    show_table(table)
     if trainer.parts["test"]:
         out.print(f"Next: segcal evaluate {escape(str(report.output))}/logits-test")
 
