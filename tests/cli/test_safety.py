@@ -1,5 +1,6 @@
 """No command deletes, replaces or writes anything but its own output."""
 
+import os
 import shutil
 import sys
 
@@ -146,10 +147,11 @@ def test_maps_and_plots_go_beside_the_input_but_not_into_it(run, tmp_path):
     assert segcal.open_cases(tmp_path / "ds").ids == tuple(f"case{i}" for i in range(6))
 
 
-@pytest.mark.parametrize("place", ["file/x", "/proc/x", "/dev/null", "victim", "x" * 300])
+@pytest.mark.parametrize("place", ["file/x", "/proc/x", "pipe", "victim", "x" * 300])
 def test_a_place_that_cannot_be_written_is_known_before_the_work(run, tmp_path, cal, monkeypatch, place):
     (tmp_path / "file").write_text("")
     (tmp_path / "victim").mkdir()
+    os.mkfifo(tmp_path / "pipe")
 
     def work(*args, **kwargs):
         raise AssertionError("the work began")
