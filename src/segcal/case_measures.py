@@ -106,10 +106,8 @@ class CalibratedCase:
         return Scores(mapped, None, logits.argmax(1))
 
     def _fused(self, logits: Tensor) -> bool:
-        """Whether the map can be applied within the pass: impossible classes stay so in a bare scale alone."""
-        if self.score_map is None:
-            return False
-        return self.score_map.is_scale or not bool(torch.isneginf(logits.amin()))
+        """Whether the map can be applied within the pass."""
+        return self.score_map is not None and self.score_map.suits(logits)
 
     @cached_property
     def _whole(self) -> Tensor:

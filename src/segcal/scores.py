@@ -17,6 +17,13 @@ from segcal.types import Kind
 
 KINDS: tuple[Kind, ...] = ("logits", "probs")
 
+#: A class this many nats below the best of its voxel counts as impossible, exactly as one at -inf does. No softmax can
+#: tell the two apart (the least positive float64 is exp(-745)), and masks are written so: -1e4, -65504, -1e9, -1e30.
+DEPTH = 1e3
+#: Maps that see the gauge see no more of it than this, so that all finite logits give finite scores, and those of a
+#: voxel leave the digits of its neighbours alone.
+GAUGE = 1e4
+
 
 def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, first_row: int = 0) -> Tensor:
     """Logits of the declared scores in float32 (float64 stays), checked: no NaN, no +inf, probabilities sum to 1.
@@ -175,6 +182,38 @@ def log_probabilities(logits: Tensor) -> Tensor:
     gap = logits - best
     others = gap.exp().scatter(1, winner, 0.0).sum(1, keepdim=True)
     return gap - torch.log1p(others)
+
+
+def only_possible(logits: Tensor) -> Tensor:
+    """Logits ``(N, C, *spatial)`` with -inf for every class ``DEPTH`` below the best of its voxel.
+
+    Examples:
+        >>> only_possible(torch.tensor([[3e38, 0.0, -3e38], [2.0, 0.0, -1e9]]))
+        tensor([[3.0000e+38,       -inf,       -inf],
+                [2.0000e+00, 0.0000e+00,       -inf]])
+    """
+    return torch.where(logits.amax(1, keepdim=True) - logits > DEPTH, -torch.inf, logits)
+
+
+def some_impossible(logits: Tensor) -> bool:
+    """Whether a voxel of logits ``(N, C, *spatial)`` has a class ``DEPTH`` below its best; mostly one read tells."""
+    if not logits.numel():
+        return False
+    lowest, highest = torch.aminmax(logits)
+    if float(highest) - float(lowest) <= DEPTH:
+        return False
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return bool((exact.amax(1) - exact.amin(1) > DEPTH).any())
+
+
+def impossible_label() -> InputError:
+    """The error for voxels whose true class is impossible."""
+    return InputError(
+        f"some voxels are labelled with a class whose logit is -inf, or more than {DEPTH:g} below the best: their NLL "
+        "is infinite",
+        expected="impossible classes to be absent from the labels",
+        fix="mask these voxels, or divide all logits by a constant if they are meant to be so large",
+    )
 
 
 def free_energy(logits: Tensor) -> Tensor:

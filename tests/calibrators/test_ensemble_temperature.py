@@ -108,7 +108,8 @@ def test_passes_over_everything_find_what_the_whole_does(objective, monkeypatch)
 def test_a_label_without_any_probability_is_met_by_the_uniform_part(monkeypatch):
     monkeypatch.setattr(ensemble_temperature, "SAMPLE_VOXELS", 500)
     z, y = noisy(20_000, share=0.0)
-    z[-1], y[-1] = torch.tensor([4e3, 0.0, 0.0, 0.0]), 1
+    z = z / 2
+    z[-1], y[-1] = torch.tensor([990.0, 0.0, 0.0, 0.0]), 1
     calibrator = EnsembleTemperatureScaling().fit(z, y, voxels="all")
     assert float((calibrator.beta * z[-1].double()).softmax(0)[1]) == 0
     assert calibrator.fit_report.converged

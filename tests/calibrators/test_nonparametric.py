@@ -12,7 +12,7 @@ from segcal.calibrators.nonparametric import (
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
 from segcal.kernels.fine_histogram import LIMIT, LOGIT_BINS, logit_bin
-from segcal.scores import log_probabilities
+from segcal.scores import log_probabilities, only_possible
 from segcal.synthetic import Temperature, scenes
 
 CASES = scenes(2, size=(12, 15), num_classes=3, plant=[Temperature(1.7)], ignored=0.05)
@@ -91,9 +91,9 @@ def test_isotonic_keeps_the_order_of_extreme_scores_exactly():
     for scale in (1e-4, 1.0, 30.0, 1e4):
         z = scale * torch.randn((1, 3, 5000), generator=generator)
         ranked = calibrator(z).gather(1, z.argsort(1, descending=True))
-        assert (ranked.diff(dim=1) <= 0).all()
+        assert (ranked[:, 1:] <= ranked[:, :-1]).all()
         assert torch.equal(calibrator(z).argmax(1), z.argmax(1))
-        assert torch.isfinite(calibrator(z)).all()
+        assert torch.equal(torch.isfinite(calibrator(z)), torch.isfinite(only_possible(z)))
 
 
 def test_one_winner_keeps_the_last_digit_of_its_doubt():

@@ -4,6 +4,7 @@ import numba
 import numpy as np
 import pytest
 
+from segcal.kernels import compiled, expert_loops, gradient_loops
 from segcal.kernels.compiled import exp, exp64, log1p
 
 
@@ -62,3 +63,11 @@ def test_exp_of_float64_is_right_to_its_last_digits():
     special = doubles(np.array([-1000.0, -np.inf, np.nan]))
     assert 0 < special[0] == special[1] < 1e-307
     assert np.isnan(special[2])
+
+
+def test_compiled_code_is_kept_as_long_as_all_its_sources_are_the_same():
+    # gradient_range calls loops of other files; by its own file alone it would keep theirs as they once were.
+    stamps = {
+        loop._cache._cache_file._source_stamp for loop in (gradient_loops.gradient_range, expert_loops.apply_range)
+    }
+    assert stamps == {compiled._STAMP}

@@ -29,7 +29,7 @@ from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.files import atomic_path
 from segcal.kernels import AffineMap, fast_maps
-from segcal.scores import keep_argmax
+from segcal.scores import keep_argmax, only_possible
 from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
@@ -235,7 +235,10 @@ class Calibrator(CalibratorModule, ABC):
 
     @abstractmethod
     def _scores(self, logits: Tensor) -> Tensor:
-        """Calibrated scores, up to a constant per voxel, of logits ``(N, C, *spatial)`` in float32 or float64."""
+        """Calibrated scores, up to a constant per voxel, of logits ``(N, C, *spatial)`` in float32 or float64.
+
+        Whatever ``segcal.scores.DEPTH`` calls impossible is -inf in these logits, and must be -inf in the scores.
+        """
 
     def forward(self, logits: Tensor | Sequence[Tensor], image: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities, in the dtype and on the device of the input.
@@ -272,7 +275,7 @@ class Calibrator(CalibratorModule, ABC):
         if fast is not None:
             return fast
         exact = logits if logits.dtype == torch.float64 else logits.float()
-        log_probs = self._scores(exact).log_softmax(1).to(logits.dtype)
+        log_probs = self._scores(only_possible(exact)).log_softmax(1).to(logits.dtype)
         return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
 
     def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:

@@ -102,7 +102,7 @@ class Ensemble(Calibrator):
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.base is None:
-            return logits
+            return logits - logits.amax(1, keepdim=True)
         scores: Tensor = self.base(logits)
         return scores
 

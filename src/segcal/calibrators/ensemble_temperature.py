@@ -18,8 +18,8 @@ from segcal.calibrators.first_pass import FirstPass
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.cases import CaseSet
 from segcal.errors import InputError
-from segcal.kernels import fast_maps
-from segcal.scores import keep_argmax
+from segcal.kernels import AffineMap, fast_maps
+from segcal.scores import keep_argmax, only_possible, some_impossible
 from segcal.solvers import Newton, minimise
 from segcal.threads import blas_threads
 
@@ -74,7 +74,7 @@ class EnsembleTemperatureScaling(Calibrator):
 
     def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
         scaled, plain, uniform = self.weights.log().tolist()
-        if uniform > -math.inf and bool(torch.isneginf(logits).any()):
+        if not AffineMap(self.beta).suits(logits) or (uniform > -math.inf and some_impossible(logits)):
             return None  # the uniform part has only the possible classes, whose number differs
         exact = logits.float()
         log_probs: Tensor = kernels.apply_temperature(exact, float(self.beta)).add_(scaled)
@@ -168,8 +168,8 @@ def _stream(cases: CaseSet, total: int, beta: Tensor) -> Iterator[tuple[FloatArr
 def _label_log_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor | None = None) -> FloatArray:
     """The label's log-probability in each of the three distributions ``(n, 3)``, for the valid voxels."""
     kernels = fast_maps(logits)
-    if kernels is None or bool(torch.isneginf(logits.amin())):
-        parts = _log_parts(logits, beta.to(logits))
+    if kernels is None or some_impossible(logits):
+        parts = _log_parts(only_possible(logits), beta.to(logits))
     else:
         scaled, plain = (kernels.apply_temperature(logits, scale) for scale in (float(beta), 1.0))
         parts = scaled, plain, torch.tensor(-math.log(logits.shape[1])).expand(logits.shape)

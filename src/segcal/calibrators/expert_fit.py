@@ -54,10 +54,10 @@ class Rows(NamedTuple):
             seen = describe(z.double(), features)
             x[here, :-1], winner[here] = seen.x, seen.winner
             if seen.order is None:
-                target[here], never[here] = y, torch.isneginf(z)
+                target[here], never[here] = y, seen.never
             else:
                 target[here] = (seen.order == y[:, None]).to(torch.int64).argmax(1)
-                never[here] = torch.isneginf(z).gather(1, seen.order)
+                never[here] = seen.never.gather(1, seen.order)
         first = np.searchsorted(winner, np.arange(experts + 1)) if experts > 1 else np.array([0, len(logits)])
         return cls(x, target, weights[order.numpy()], winner, first, never if never.any() else None)
 

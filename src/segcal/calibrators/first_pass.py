@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,9 @@ from scipy.optimize import brentq
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.sampling import VoxelSample, VoxelSampler
+from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
 from segcal.statistics import VoxelStatistics
+from segcal.types import Chunk
 
 # 1 / temperature is kept within these: beyond, every softmax is uniform or one-hot to float32.
 LOWEST, HIGHEST = 1e-3, 1e3
@@ -30,7 +32,7 @@ class FirstPass:
     true: NDArray[np.int64]
     predicted: NDArray[np.int64]
     nll: float
-    impossible: bool  # whether some logit is -inf
+    impossible: bool  # whether some class is, in some voxel
 
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
@@ -42,7 +44,7 @@ class FirstPass:
             try:
                 for chunk in case.chunks():
                     statistics.update(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
-                    impossible |= bool(torch.isneginf(chunk.logits.amin()))
+                    impossible |= check_possible(chunk)
                     sampler.add(chunk.logits, chunk.labels, chunk.valid)
             except SegcalError as error:
                 raise error.at(case=case.id) from None
@@ -51,8 +53,10 @@ class FirstPass:
             raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
         total = statistics.total()
         nll = float(total.losses.sum(0)[0]) / statistics.count()
-        check_nll(nll)
-        return cls(sampler.sample(), total.confusion.sum(1), total.confusion.sum(0), nll, impossible)
+        sample = sampler.sample()
+        if impossible:
+            sample = replace(sample, logits=only_possible(sample.logits))
+        return cls(sample, total.confusion.sum(1), total.confusion.sum(0), nll, impossible)
 
     @property
     def num_classes(self) -> int:
@@ -74,14 +78,15 @@ def most_voxels(num_classes: int) -> int:
     return max(1, _SCORES // num_classes)
 
 
-def check_nll(nll: float) -> None:
-    """Raise where the NLL of the identity is infinite."""
-    if not np.isfinite(nll):
-        raise InputError(
-            "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
-            expected="impossible classes to be absent from the labels",
-            fix="mask these voxels, or write a finite logit",
-        )
+def check_possible(chunk: Chunk) -> bool:
+    """Whether a class is impossible in a voxel that counts; raises where that class is its label."""
+    if not some_impossible(chunk.logits):
+        return False
+    logits = chunk.logits.movedim(1, -1)[chunk.valid].double()
+    depth = logits.amax(1, keepdim=True) - logits
+    if bool((depth.gather(1, chunk.labels[chunk.valid].long()[:, None]) > DEPTH).any()):
+        raise impossible_label()
+    return bool((depth > DEPTH).any())
 
 
 class TemperatureSlope:

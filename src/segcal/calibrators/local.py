@@ -28,7 +28,7 @@ from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import fast_maps
-from segcal.scores import keep_argmax
+from segcal.scores import DEPTH, keep_argmax
 from segcal.types import Case, row_slices
 
 # Scores of a tile: few enough for the core's cache, many enough that the halo costs little.
@@ -119,12 +119,6 @@ class LocalTemperatureScaling(Calibrator):
         start = TemperatureScaling()
         start.fit(data.cases, seed=data.seed)
         assert start.fit_report is not None
-        if not math.isfinite(start.fit_report.nll_before):
-            raise InputError(
-                "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
-                expected="impossible classes to be absent from the labels",
-                fix="mask these voxels, or write a finite logit",
-            )
         self.beta.copy_(start.beta)
         held = data.held_out()
         assert held.validation is not None
@@ -326,6 +320,7 @@ def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     exact = _exact(logits)
     # The difference to the maximum is exact; a quotient of large logits would round away small margins.
     gaps = exact - exact.amax(1, keepdim=True)
+    gaps.masked_fill_(gaps < -DEPTH, -torch.inf)
     # No quotient of a gap is so small that it vanishes.
     scaled = torch.minimum(gaps / temperatures, gaps.clamp(min=-torch.finfo(gaps.dtype).tiny))
     kernels = fast_maps(scaled)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segcal.errors import InputError
+from segcal.scores import GAUGE
 
 Neighbourhood = Literal["plane", "volume"]
 Inputs = Literal["logits", "log-probs"]
@@ -143,9 +144,10 @@ def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
         >>> network_inputs(torch.tensor([[2.0, 2.0, -torch.inf]]), "logits")
         tensor([[  2.,   2., -58.]])
     """
+    best = logits.amax(1, keepdim=True)
     if inputs == "logits":
-        return torch.maximum(logits, logits.amax(1, keepdim=True) - FLOOR)
-    return logits.log_softmax(1).clamp(min=-FLOOR)
+        return torch.maximum(logits, best - FLOOR).clamp(-GAUGE, GAUGE)
+    return (logits - best).log_softmax(1).clamp(min=-FLOOR)
 
 
 def mirrored(start: int, stop: int, size: int) -> list[int]:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
-from segcal.calibrators.first_pass import TemperatureSlope
+from segcal.calibrators.first_pass import TemperatureSlope, check_possible
 from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.sampling import VoxelSample
 from segcal.statistics import VoxelStatistics
+from segcal.types import Chunk
 
 
 class Loss(NamedTuple):
@@ -36,8 +37,10 @@ def mean_loss(cases: CaseSet, calibrator: Calibrator | None = None) -> Loss:
     for case in cases:
         try:
             for rows, scores in score_pieces(case, calibrator):
-                labels, mask = case.rows("labels", rows), case.rows("mask", rows)
-                statistics.update(scores, labels, ignore_index=case.ignore_index, mask=mask)
+                chunk = Chunk(rows, scores, case.rows("labels", rows), case.rows("mask", rows), case.ignore_index)
+                statistics.update(scores, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
+                if calibrator is None:
+                    check_possible(chunk)
         except SegcalError as error:
             raise error.at(case=case.id) from None
         del case
@@ -45,12 +48,6 @@ def mean_loss(cases: CaseSet, calibrator: Calibrator | None = None) -> Loss:
     if not count:
         raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
     nll = float(statistics.total().losses.sum(0)[0]) / count
-    if calibrator is None and not math.isfinite(nll):
-        raise InputError(
-            "some voxels are labelled with a class whose logit is -inf, so their NLL is infinite",
-            expected="impossible classes to be absent from the labels",
-            fix="mask these voxels, or write a finite logit",
-        )
     return Loss(nll, count)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
 from segcal.calibrators.cost import FitCost
-from segcal.calibrators.first_pass import check_nll
 from segcal.calibrators.measured import mean_loss
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
@@ -40,7 +39,6 @@ def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
         del case
     if not histogram.voxels:
         raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
-    check_nll(histogram.nll)
     return histogram
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
-from segcal.calibrators.first_pass import HIGHEST, LOWEST, check_nll
+from segcal.calibrators.first_pass import HIGHEST, LOWEST
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap
@@ -69,7 +69,9 @@ class TemperatureScaling(Calibrator):
         # The difference to the maximum is exact; a product of large logits would round away small margins.
         return (logits - logits.amax(1, keepdim=True)) * self.beta.to(logits)
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
+    def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
+        if not self._affine().suits(logits):
+            return None
         log_probs: Tensor = kernels.apply_temperature(logits, float(self.beta))
         return log_probs
 
@@ -159,5 +161,4 @@ def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Ten
         del case
     if not total.count:
         raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
-    check_nll(total.nll)
     return total, torch.cat(logits), torch.cat(labels)

@@ -15,14 +15,19 @@ import numpy as np
 from segcal.kernels.apply_loops import largest, sum_others, write_log_softmax
 from segcal.kernels.compiled import elementwise, exp, log1p
 from segcal.kernels.fine_loops import bin_place, surplus
+from segcal.scores import DEPTH
 
 _HALF, _ONE, _NEVER = np.float32(0.5), np.float32(1), np.float32(-np.inf)
+_DEEPEST = np.float32(-DEPTH)
 _Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 
 @elementwise
 def _log_probabilities(x, start, size, b):
-    """``b.scores = log S(x)`` of columns from ``start``, NaN for voxels without a softmax, and ``b.winner``."""
+    """``b.scores = log S(x)`` of columns from ``start``, -inf for impossible classes, and ``b.winner``.
+
+    Voxels without a softmax are NaN.
+    """
     best, rest, log_sum = b.best, b.rest, b.log_sum
     largest(x, start, size, best, b.winner)
     sum_others(x, start, size, best, b.winner, _ONE, rest)
@@ -32,7 +37,8 @@ def _log_probabilities(x, start, size, b):
     for k in range(x.shape[0]):
         row, target = x[k, start : start + size], b.scores[k]
         for v in range(size):
-            target[v] = (row[v] - best[v]) - log_sum[v]
+            gap = row[v] - best[v]
+            target[v] = _NEVER if gap < _DEEPEST else gap - log_sum[v]
 
 
 @elementwise

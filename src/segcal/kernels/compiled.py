@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+
+from segcal import scores
+
+# What compiled code depends on. Numba looks at a function's own file alone, and would keep code that has the loops and
+# constants of other files as they once were.
+_SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(scores.__file__))
+_STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES if path.exists())).hexdigest()
 
 
 def _compiled(*fastmath: str) -> Any:
@@ -18,9 +27,13 @@ def _compiled(*fastmath: str) -> Any:
 
     def decorate(function: Any) -> Any:
         try:
-            return numba.njit(cache=True, **options)(function)
+            compiled = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no folder to keep the compiled code in: compile anew in every process
             return numba.njit(**options)(function)
+        kept = getattr(getattr(compiled, "_cache", None), "_cache_file", None)  # none with NUMBA_DISABLE_JIT
+        if kept is not None:
+            kept._source_stamp = _STAMP
+        return compiled
 
     return decorate
 

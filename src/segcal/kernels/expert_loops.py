@@ -18,12 +18,14 @@ from segcal.kernels.apply_loops import largest, write_log_softmax, zeros
 from segcal.kernels.compiled import elementwise, exp, inlined, log1p
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.kernels.tiles import ROWS, TILE, exchange_rows, fetch, fetch_to_write, multiply_tall_tile, multiply_tile
+from segcal.scores import DEPTH, GAUGE
 
 MARGINS, LOGITS, LOG_PROBS, GAPS = 0, 1, 2, 3
 
 _MIXED = 3  # so many times more tiles take longer than ordering voxels
 _SORTED = 128  # voxels sorted at a time: 19 rows of int64 fill 19 kB
 _ZERO, _ONE, _IMPOSSIBLE, _NEVER = np.float32(0), np.float32(1), np.float32(IMPOSSIBLE), np.float32(-np.inf)
+_DEPTH, _GAUGE = np.float32(DEPTH), np.float32(GAUGE)
 _MAGNITUDE, _LOW = np.int32(0x7FFFFFFF), np.int64(0xFFFFFFFF)
 _Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
@@ -85,18 +87,19 @@ def _margins(z, start, size, best, x):
     for k in range(z.shape[0]):
         row, target = z[k, start : start + size], x[k]
         for v in range(size):
-            never = row[v] == _NEVER
+            margin = best[v] - row[v]
+            never = margin > _DEPTH
             found |= never
-            target[v] = _IMPOSSIBLE if never else best[v] - row[v]
+            target[v] = _IMPOSSIBLE if never else margin
     return found
 
 
 @elementwise
 def _common(features, best, size, margins, rest, target):
-    """What all inputs have in common: the best logit, or the best log-probability."""
+    """What all inputs have in common: the best logit, within limits, or the best log-probability."""
     if features == LOGITS:
         for v in range(size):
-            target[v] = best[v]
+            target[v] = min(max(best[v], -_GAUGE), _GAUGE)
         return
     for v in range(size):
         rest[v] = -_ONE
@@ -114,7 +117,7 @@ def _gaps(z, start, size, best, pairs, keys, higher, order, x):
     """Rows of differences between neighbours in falling order, and their classes; of equal ones the lower comes first.
 
     A key holds the score's bits, changed so that integers have the same order, and below them the class. ``higher
-    (B,)`` is scratch memory. Returns whether there is an impossible class: as far below the best as one can be.
+    (B,)`` is scratch memory. Returns whether there is an impossible class, which comes last.
     """
     classes, found = z.shape[0], False
     for begin in range(0, size, keys.shape[1]):
@@ -123,9 +126,9 @@ def _gaps(z, start, size, best, pairs, keys, higher, order, x):
         for k in range(classes):
             row, key, last = z[k, start + begin : start + begin + part], keys[k], np.int64(classes - 1 - k)
             for v in range(part):
-                never = row[v] == _NEVER
+                never = top[v] - row[v] > _DEPTH
                 found |= never
-                value = top[v] - _IMPOSSIBLE if never else row[v]
+                value = _NEVER if never else row[v]
                 bits = np.float32(value + _ZERO).view(np.int32)  # + 0 makes 0 of -0
                 bits = bits ^ ((bits >> 31) & _MAGNITUDE)
                 key[v] = (np.int64(bits) << 32) | last
@@ -138,7 +141,8 @@ def _gaps(z, start, size, best, pairs, keys, higher, order, x):
             for v in range(part):
                 bits = np.int32(key[v] >> 32)
                 value = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE)).view(np.float32)
-                gap[v] = higher[v] - value  # at first in the place of the next one
+                left = max(_IMPOSSIBLE - (top[v] - higher[v]), _ZERO)  # to where an impossible class enters
+                gap[v] = left if value == _NEVER else higher[v] - value  # at first in the place of the next one
                 higher[v] = value
                 index[v] = np.int32(classes - 1 - (key[v] & _LOW))
     return found
@@ -284,7 +288,7 @@ def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
             for k in range(x.shape[0]):
                 row, column = x[k, begin : begin + size], scores[k]
                 for v in range(size):
-                    column[v] = _NEVER if row[v] == _NEVER else column[v]
+                    column[v] = _NEVER if b.best[v] - row[v] > _DEPTH else column[v]
         if keep and ranked:  # the winner is the largest but for rounding, and its place among the scores is not read
             for v in range(size):
                 b.best[v], b.winner[v] = b.own[v], s.winner[v]

@@ -15,7 +15,13 @@ features       x                                          s                     
 
 With ``W, b >= 0`` the maps of margins keep the argmax and those of gaps the order: sums of non-negative terms keep
 their sign in any precision. One expert (``E = 1``) serves all voxels, ``E = C`` one winner each.
-An impossible class (-inf) enters as ``IMPOSSIBLE`` below the winner, to keep matrices finite, and stays impossible.
+An impossible class (at -inf, or ``segcal.scores.DEPTH`` below the winner) enters as ``IMPOSSIBLE`` below the winner, to
+keep matrices finite, stays impossible, and comes last in the order. So what a mask was written as does not matter.
+
+Up to a constant per voxel, which no softmax sees, logits and log-probabilities are ``a - m`` with margins m and one
+common number a: the best logit, within ``segcal.scores.GAUGE``, or the best log-probability. So
+``W x = -W m + a W 1``; of the row sums ``W 1`` only their differences count, and every column of ``W`` may be shifted.
+Maps are applied in this form: a gauge of any size costs no precision, and a deep class little.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import torch
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.scores import DEPTH, GAUGE
 
 Features = Literal["logits", "own-logit", "log-probs", "margins", "gaps"]
 
@@ -68,9 +75,11 @@ class ExpertMap:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Calibrated scores of logits ``(N, C, *spatial)``, differentiable in everything."""
-        seen = describe(logits, self.features)
-        weight, bias = self.weight.to(logits), self.bias.to(logits)
-        column = (-1, *[1] * (logits.ndim - 2))
+        affine = self.features in ("logits", "own-logit", "log-probs")
+        seen = describe(logits, "margins" if affine else self.features)
+        weight, row_sums = (own.to(logits) for own in self.of_margins()) if affine else (self.weight.to(logits), None)
+        bias, column = self.bias.to(logits), (-1, *[1] * (logits.ndim - 2))
+        level = common(logits, seen.x, self.features) if affine else None
         mapped = torch.zeros_like(seen.x)
         for e in range(len(weight)):
             if self.features == "own-logit":
@@ -78,17 +87,36 @@ class ExpertMap:
             else:
                 product = torch.einsum("kj,nj...->nk...", weight[e], seen.x)
             own = product + bias[e].view(column)
+            if row_sums is not None and level is not None:
+                own = own + level * row_sums[e].view(column)
             mapped = own if len(weight) == 1 else torch.where(seen.winner.unsqueeze(1) == e, own, mapped)
-        scores = to_scores(mapped, seen, self.features)
-        return torch.where(torch.isneginf(logits), -torch.inf, scores)
+        return torch.where(seen.never, -torch.inf, to_scores(mapped, seen, self.features))
+
+    def of_margins(self) -> tuple[Tensor, Tensor]:
+        """The map of logits or log-probabilities as one of margins ``(E, K, J)`` and of the common number ``(E, K)``.
+
+        Columns are shifted by the mean of what they hold beside the diagonal: a deep class then adds little to scores
+        of others, and little to their rounding. Both are float64.
+        """
+        weight = self.weight.double()
+        row_sums = weight.sum(2)
+        if self.features == "own-logit":
+            return -weight, row_sums - row_sums.mean(1, keepdim=True)
+        beside = (weight.sum(1) - weight.diagonal(0, 1, 2)) / max(1, weight.shape[1] - 1)
+        return beside.unsqueeze(1) - weight, row_sums - row_sums.mean(1, keepdim=True)
 
 
 class Described(NamedTuple):
-    """Features ``x (N, J, *spatial)``, the winner ``(N, *spatial)``, and the classes in falling order, for gaps."""
+    """What a map sees of logits ``(N, C, *spatial)``.
+
+    Features ``x (N, J, *spatial)``, the winner ``(N, *spatial)``, which classes are impossible ``(N, C, *spatial)``,
+    and for gaps the classes in falling order ``(N, C, *spatial)``.
+    """
 
     x: Tensor
     winner: Tensor
-    order: Tensor | None
+    never: Tensor
+    order: Tensor | None = None
 
 
 def describe(logits: Tensor, features: Features) -> Described:
@@ -101,15 +129,23 @@ def describe(logits: Tensor, features: Features) -> Described:
         tensor([[ 4.,  0., 30.]])
     """
     best, winner = logits.amax(1, keepdim=True), logits.argmax(1)
-    possible = torch.where(torch.isneginf(logits), best - IMPOSSIBLE, logits)
-    if features in ("logits", "own-logit"):
-        return Described(possible, winner, None)
-    if features == "log-probs":
-        return Described(possible.log_softmax(1), winner, None)
+    never = best - logits > DEPTH
+    margins = torch.where(never, IMPOSSIBLE, best - logits)
     if features == "margins":
-        return Described(best - possible, winner, None)
-    falling, order = torch.sort(possible, dim=1, descending=True, stable=True)
-    return Described(falling[:, :-1] - falling[:, 1:], winner, order)
+        return Described(margins, winner, never)
+    if features != "gaps":
+        return Described(common(logits, margins, features) - margins, winner, never)
+    falling, order = torch.sort(logits.masked_fill(never, -torch.inf), dim=1, descending=True, stable=True)
+    above, below = falling[:, :-1], falling[:, 1:]
+    left = (IMPOSSIBLE - (best - above)).clamp(min=0)  # to where an impossible class enters
+    return Described(torch.where(torch.isneginf(below), left, above - below), winner, never, order)
+
+
+def common(logits: Tensor, margins: Tensor, features: Features) -> Tensor:
+    """What logits, or log-probabilities, have in common: ``(N, 1, *spatial)``, the value that the winner has."""
+    if features in ("logits", "own-logit"):
+        return logits.amax(1, keepdim=True).clamp(-GAUGE, GAUGE)
+    return -(-margins).logsumexp(1, keepdim=True)
 
 
 def to_scores(mapped: Tensor, seen: Described, features: Features) -> Tensor:

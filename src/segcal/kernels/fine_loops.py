@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from segcal.kernels.compiled import elementwise, exp64, inlined
 from segcal.kernels.cpu_loops import argmax
 from segcal.kernels.fine_histogram import LIMIT, LOGIT_BINS, WIDTH
+from segcal.scores import DEPTH
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_DEPTH = np.float32(DEPTH)
 _LIMIT, _INVERSE, _LAST = np.float32(LIMIT), np.float32(1 / WIDTH), np.float32(LOGIT_BINS - 1)
 _LOWEST = -1e300  # stands for -inf, which would not be above the lowest edge
 # Of -log(1 - p): the series, whose end is such that it is right at p = 1/2.
@@ -136,7 +138,7 @@ def fill_range(x, start, stop, labels, ignored, mask, edges, group, groups, b, o
 
     Only classes ``group``, ``group + groups`` and so on are added, and voxels counted that have these as labels.
     ``edges`` are those of the bins in log p, with infinities at both ends. Returns the first voxel, counted from
-    ``start``, that has no class or no softmax, or -1.
+    ``start``, that has no possible class or no softmax, or -1.
     """
     classes, step, rows = x.shape[0], len(b.best), out.counts.shape[0]
     for offset in range(0, stop - start, step):
@@ -146,7 +148,9 @@ def fill_range(x, start, stop, labels, ignored, mask, edges, group, groups, b, o
         for v in range(size):
             label = labels[offset + v]
             valid = label != ignored and (mask.size == 0 or mask[offset + v])
-            if valid and not (0 <= label < classes and b.others[v] >= 0.0 and math.isfinite(b.best[v])):
+            possible = 0 <= label < classes
+            depth = b.best[v] - x[label if possible else 0, here + v]
+            if valid and not (possible and depth <= _DEPTH and b.others[v] >= 0.0 and math.isfinite(b.best[v])):
                 return offset + v
             b.target[v] = np.int32(label) if valid else np.int32(-1)
             b.log_sum[v] = math.log1p(b.others[v])

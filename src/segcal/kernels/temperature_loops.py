@@ -12,8 +12,10 @@ import numpy as np
 
 from segcal.kernels.compiled import SMALLEST, elementwise, exp, log1p, reduction
 from segcal.kernels.cpu_loops import argmax
+from segcal.scores import DEPTH
 
 _ZERO = np.float32(0)
+_DEEPEST = np.float32(-DEPTH)
 
 
 @elementwise
@@ -26,9 +28,10 @@ def _add_classes(x, start, size, best, winner, beta, rest, mean, square):
     for k in range(x.shape[0]):
         row, index = x[k, start : start + size], np.uint32(k)
         for v in range(size):
-            d = (row[v] - best[v]) * beta
+            gap = row[v] - best[v]
+            d = gap * beta
             e = exp(d)
-            e = _ZERO if winner[v] == index else e
+            e = _ZERO if winner[v] == index or gap < _DEEPEST else e
             d = SMALLEST if d < SMALLEST else d  # -inf times zero would be NaN
             rest[v] += e
             mean[v] += e * d
@@ -58,7 +61,7 @@ def _add_voxels(size, counts, own, rest, mean, square, sums):
 def temperature_range(x, start, stop, labels, ignored, mask, beta, block, sums):
     """Add count, NLL, its slope and its curvature by log beta of voxels ``start..stop`` to ``sums (4,)``.
 
-    Returns the first voxel, counted from ``start``, that has no class or no softmax, or -1.
+    Returns the first voxel, counted from ``start``, that has no possible class or no softmax, or -1.
     """
     best, winner, rest, mean, square, own, counts = block
     classes, step = x.shape[0], len(best)
@@ -71,11 +74,11 @@ def temperature_range(x, start, stop, labels, ignored, mask, beta, block, sums):
             label = labels[offset + v]
             valid = label != ignored and (mask.size == 0 or mask[offset + v])
             possible = 0 <= label < classes
-            if valid and not (possible and rest[v] >= _ZERO and math.isfinite(best[v])):
+            gap = x[label if possible else 0, here + v] - best[v]
+            if valid and not (possible and gap >= _DEEPEST and rest[v] >= _ZERO and math.isfinite(best[v])):
                 return offset + v
             counts[v] = np.float32(valid)
-            gap = (x[label if possible else 0, here + v] - best[v]) * beta
-            own[v] = gap if valid else _ZERO
+            own[v] = gap * beta if valid else _ZERO
             rest[v] = rest[v] if valid else _ZERO  # NaN times zero would be NaN
             mean[v] = mean[v] if valid else _ZERO
             square[v] = square[v] if valid else _ZERO

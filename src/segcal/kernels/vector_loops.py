@@ -18,8 +18,10 @@ from segcal.kernels.apply_loops import largest, write_log_softmax, zeros
 from segcal.kernels.compiled import elementwise, reduction
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.gradient_loops import slopes
+from segcal.scores import DEPTH, GAUGE
 
 _ONE, _NEVER = np.float32(1), np.float32(-np.inf)
+_DEPTH, _GAUGE = np.float32(DEPTH), np.float32(GAUGE)
 _Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 
@@ -45,14 +47,16 @@ def new_scratch(size: int) -> tuple[Any, Any]:
 
 
 @elementwise
-def _scores(x, start, size, best, vector, scores):
-    """Scores of columns from ``start`` of ``x (C, V)``; what is impossible stays so."""
+def _scores(x, start, size, best, vector, level, scores):
+    """Scores of columns from ``start`` of ``x (C, V)``; what is impossible stays so. ``level (B,)`` is scratch."""
+    for v in range(size):
+        level[v] = min(max(best[v], -_GAUGE), _GAUGE)
     for k in range(x.shape[0]):
         row, target = x[k, start : start + size], scores[k]
         scale, tilt, bias = vector.scale[k], vector.tilt[k], vector.bias[k]
         for v in range(size):
-            score = bias + tilt * best[v] - scale * (best[v] - row[v])
-            target[v] = _NEVER if row[v] == _NEVER else score
+            margin = best[v] - row[v]
+            target[v] = _NEVER if margin > _DEPTH else bias + tilt * level[v] - scale * margin
 
 
 @elementwise
@@ -65,7 +69,7 @@ def apply_range(x, start, stop, vector, keep, rounding, b, kept, out, to):
     for first in range(start, stop, block):
         size = min(block, stop - first)
         largest(x, first, size, b.best, kept)
-        _scores(x, first, size, b.best, vector, b.scores)
+        _scores(x, first, size, b.best, vector, b.own, b.scores)
         for v in range(size):
             b.own[v] = b.scores[_Index(kept[v]), v]
         largest(b.scores, 0, size, b.best, b.winner)
@@ -73,12 +77,12 @@ def apply_range(x, start, stop, vector, keep, rounding, b, kept, out, to):
 
 
 @reduction
-def _add_row(row, slope, size, total):
-    """Add the sums of slope times logit, and of slope, of the voxels whose slope is not 0."""
+def _add_row(row, shift, slope, size, total):
+    """Add the sums of slope times shifted logit, and of slope, of the voxels whose slope is not 0."""
     first, second = 0.0, 0.0
     for v in range(size):
         own = np.float64(slope[v])
-        first += own * np.float64(row[v]) if own != 0.0 else 0.0
+        first += own * (np.float64(row[v]) + np.float64(shift[v])) if own != 0.0 else 0.0
         second += own
     total[0] += first
     total[1] += second
@@ -95,7 +99,9 @@ def gradient_range(x, start, stop, labels, valid, vector, b, scratch, nll, total
     for begin in range(start, stop, block):
         size, offset = min(block, stop - begin), begin - start
         largest(x, begin, size, b.best, b.winner)
-        _scores(x, begin, size, b.best, vector, b.scores)
+        _scores(x, begin, size, b.best, vector, b.own, b.scores)
+        for v in range(size):
+            b.own[v] -= b.best[v]  # 0 within the limits of the gauge
         for v in range(size):
             target[v] = np.int32(labels[offset + v]) if every or valid[offset + v] else np.int32(0)
         largest(b.scores, 0, size, b.best, b.winner)
@@ -107,4 +113,4 @@ def gradient_range(x, start, stop, labels, valid, vector, b, scratch, nll, total
             if not every:
                 for v in range(size):
                     row[v] = row[v] if valid[offset + v] else np.float32(0)
-            _add_row(x[k, begin : begin + size], row, size, total[0, k])
+            _add_row(x[k, begin : begin + size], b.own, row, size, total[0, k])

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from segcal.errors import InputError
 from segcal.kernels.grid import BinGrid
+from segcal.scores import DEPTH, impossible_label, some_impossible
 
 PIECE_VOXELS = 2**15
+# exp of minus this is nothing in float32.
+_NOTHING = 100.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class AffineMap:
     def is_scale(self) -> bool:
         """Whether this is a bare temperature."""
         return self.weight.ndim == 0 and self.bias is None
+
+    def suits(self, logits: Tensor) -> bool:
+        """Whether all classes that count as impossible stay so: in a matrix they would meet the others."""
+        deep = self.is_scale and float(self.weight) * DEPTH > _NOTHING
+        return deep or not some_impossible(logits)
 
     def check_classes(self, num_classes: int) -> None:
         """Raise unless this map is one of scores of so many classes."""
@@ -145,7 +153,10 @@ class Voxels:
         return tensor[piece.images][piece.window].reshape(-1)[piece.columns]
 
     def checked(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels; raises where one is unfit."""
+        """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels; raises where one is unfit.
+
+        Impossible classes are at -inf, and no label is one of them.
+        """
         scores, columns = self.scores(piece)
         labels = self.flat(self.labels, piece)
         valid = torch.ones_like(labels, dtype=torch.bool)
@@ -154,10 +165,12 @@ class Voxels:
         if self.mask is not None:
             valid &= self.flat(self.mask, piece)
         z, y = scores[:, columns][:, valid].double(), labels[valid].long()
-        bad = ~torch.isfinite(z.amax(0)) | (y < 0) | (y >= len(z))
+        best = z.amax(0)
+        bad = ~torch.isfinite(best) | (y < 0) | (y >= len(z))
+        bad |= best - z.gather(0, y.clamp(0, len(z) - 1)[None])[0] > DEPTH
         if bool(bad.any()):
             raise self.bad_voxel(piece.offset + int(valid.nonzero()[bad.nonzero()[0, 0], 0]))
-        return z, y
+        return z.masked_fill(best - z > DEPTH, -torch.inf), y
 
     def bad_voxel(self, flat: int) -> InputError:
         """The error for the voxel with this flat index, which has an impossible label or scores without softmax."""
@@ -179,6 +192,8 @@ class Voxels:
             problem, fix = "infinite logits", "save float32 (float16 overflows above 65504)"
         elif bool(torch.isneginf(scores).all()):
             problem, fix = "every class is -inf", "leave at least one class possible, or mask the voxel"
+        elif self.score_map is None:
+            return impossible_label()
         else:
             problem, fix = "the score map gives NaN", "use finite logits: a matrix turns -inf into NaN"
         return InputError(
