@@ -265,7 +265,7 @@ def test_a_link_in_the_folder_is_not_followed_out_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("ignored", [0, 3, 4, 255, 256, -1, -65536, 2**31, -(2**31), 2**40, -(2**63)])
+@pytest.mark.parametrize("ignored", [0, 255, -1, -65536, -(2**31), 2**31, 2**40])
 def test_whatever_label_is_ignored_stays_ignored(tmp_path, format, ignored):
     root = plain(tmp_path / "in", count=2)
     for i in range(2):
