@@ -14,6 +14,9 @@ from segcal.evaluate import evaluate
 from segcal.metrics import METRICS, PRESETS, dsc, miou, volume_dice
 from segcal.regions import CaseRegions
 from segcal.statistics import VoxelStatistics
+from segcal.training.config import TrainingConfig
+from segcal.training.data import open_dataset
+from segcal.training.prediction import Scores
 
 # What leaves the background out.
 METRICS_WITHOUT = ("hd95", "asd", "surface-dice", "volume-dice", "dsc[background=false]", "miou[background=false]")
@@ -119,3 +122,19 @@ def test_the_command_says_what_was_left_out(run, tmp_path):
     document = json.loads(run("evaluate", root, "--preset", "nacl", "--json")[1])
     assert document["about"]["background"] == 2
     assert "hd95" in document["about"]["without_background"]
+
+
+def test_the_validation_dice_of_training_leaves_the_background_out():
+    scores = Scores((0.2, 0.4, 0.9), 1.0, 0.1)
+    assert scores.mean_dice(0) == pytest.approx(0.65)
+    assert scores.mean_dice(2) == pytest.approx(0.3)
+    assert scores.mean_dice(None) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("text", ["", "background = 1\n", 'background = "none"\n'])
+def test_training_data_say_which_class_is_the_background(tmp_path, text):
+    root = plain(tmp_path, count=2)
+    (root / "logits").rename(root / "images")
+    (root / "segcal.toml").write_text("classes = 4\n" + text)
+    dataset = open_dataset(TrainingConfig(data=(str(root),), output=str(tmp_path / "out")))
+    assert dataset.background == {"": 0, "background = 1\n": 1}.get(text)

@@ -15,8 +15,10 @@ def describe_metric(metric: str) -> dict[str, Any]:
 
     Examples:
         >>> found = describe_metric("ece[num_bins=50]")
-        >>> found["name"], found["better"], found["citation"]
-        ('ECE (num_bins = 50)', 'lower', 'Naeini 2015, Guo 2017')
+        >>> found["name"], found["better"], found["citation"], found["bins"]
+        ('ECE (num_bins = 50)', 'lower', 'Naeini 2015, Guo 2017', 50)
+        >>> describe_metric("ece")["definition"].endswith("Here with 15 bins.")
+        True
     """
     id, options = parse_metric(metric)
     spec = metric_spec(id)

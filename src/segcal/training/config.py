@@ -75,7 +75,7 @@ class TrainingConfig:
     crop: tuple[int, ...] | None = None
     """Training images are cut, or padded, to this size."""
     background: bool = False
-    """Whether class 0 counts in the validation Dice by which the best model is chosen."""
+    """Whether the background counts in the validation Dice by which the best model is chosen."""
     logits: Literal["float16", "float32"] = "float32"
     """Precision of the written logits."""
 

@@ -235,7 +235,7 @@ class Trainer:
     def _remember(self, epoch: int, loss: float, scores: Scores) -> None:
         """End an epoch: log it, keep the best model, save everything."""
         self.done = epoch
-        dice = scores.mean_dice(self.config.background)
+        dice = scores.mean_dice(None if self.config.background else self.dataset.background)
         names = self.dataset.class_names or tuple(map(str, range(self.dataset.classes)))
         row = {
             "wall_time": time.time(),

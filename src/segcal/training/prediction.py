@@ -34,9 +34,9 @@ class Scores:
     nll: float
     ece: float
 
-    def mean_dice(self, background: bool) -> float:
-        """The mean over classes, with or without class 0."""
-        return float(Measure.mean(self.dice[0 if background else 1 :]))
+    def mean_dice(self, without: int | None) -> float:
+        """Mean over the classes but one, where one is given."""
+        return float(Measure.mean(value for k, value in enumerate(self.dice) if k != without))
 
 
 @torch.no_grad()
