@@ -34,13 +34,14 @@ def rows(values, baseline="uncalibrated", cases=CASES, seed=0):
     return means, {(row["method"], row["metric"]): row for row in differences(table, 0, baseline)}
 
 
-def evidence_of(values, shift=(), robust_choice=""):
+def evidence_of(values, method, shift=(), robust_choice=""):
     summary, changes = rows(values)
     names = {"name": "Some method", "translation_invariant": True, "status": "ok", "preserves": "order"}
     return Evidence(
         methods={key: {**names, "pooling": None, "parameters": 3} for key in values},
         summary=summary,
         differences=changes,
+        beside=rows(values, method)[1],
         flips={key: {"harmful": 0, "beneficial": 0, "neutral": 0, "compared": 9} for key in values},
         diagnosis={"set": {"verdict": "overconfident"}, "gauge": {"risk": "none", "free_energy_std": 0.0}},
         cases=20,
@@ -59,7 +60,7 @@ def chosen(method, values):
 
 def test_a_recommended_calibrator_that_makes_ece_worse_is_said_to():
     values = {"uncalibrated": (0.45, 0.0116), "ts": (0.44, 0.0148), "cms-op": (0.42, 0.0149)}
-    evidence, choice = evidence_of(values), chosen("cms-op", values)
+    evidence, choice = evidence_of(values, "cms-op"), chosen("cms-op", values)
     told = headline(choice, evidence)
     assert "chosen by NLL on validation cases" in told[1]["text"]
     assert "lowers NLL on test cases by 7%, from 0.45" in told[1]["text"]
@@ -79,7 +80,7 @@ def test_a_recommended_calibrator_that_makes_ece_worse_is_said_to():
 def test_a_method_that_takes_away_more_ece_is_named_beside():
     values = {"uncalibrated": (0.45, 0.0500), "ts": (0.44, 0.0255), "cms-op": (0.42, 0.0310), "dc": (0.41, 0.001)}
     choice = chosen("cms-op", {key: own for key, own in values.items() if key != "dc"})  # dc is not allowed
-    told = headline(choice, evidence_of(values))
+    told = headline(choice, evidence_of(values, "cms-op"))
     assert told[2]["text"].startswith("ECE falls by 38%, from 0.0")
     assert told[2]["text"].endswith("; ts would lower it by 49%.")
     assert told[2]["tone"] == "plain"
@@ -87,17 +88,17 @@ def test_a_method_that_takes_away_more_ece_is_named_beside():
 
 def test_without_a_sure_change_nothing_is_claimed():
     values = {"uncalibrated": (0.45, 0.0500), "ts": (0.45, 0.0500)}
-    told = headline(chosen("ts", values), evidence_of(values))
+    told = headline(chosen("ts", values), evidence_of(values, "ts"))
     assert "too small a change to be sure of" in told[1]["text"]
     assert told[2]["text"].startswith("ECE may be lower or higher")
-    worse = headline(chosen("ts", values), evidence_of({**values, "ts": (0.46, 0.04)}))
+    worse = headline(chosen("ts", values), evidence_of({**values, "ts": (0.46, 0.04)}, "ts"))
     assert "makes NLL on test cases worse" in worse[1]["text"]
     assert worse[1]["tone"] == "worse"
 
 
 def test_leaving_the_scores_as_they_are_says_why():
     values = {"uncalibrated": (0.45, 0.05), "ts": (0.45, 0.05)}
-    evidence = evidence_of(values)
+    evidence = evidence_of(values, "uncalibrated")
     for candidates, left_out, says in (
         (("uncalibrated", "ts"), (), "one standard error"),
         (("uncalibrated",), (), "no other allowed method"),
@@ -113,8 +114,14 @@ def test_leaving_the_scores_as_they_are_says_why():
 def test_a_reader_is_told_of_a_method_with_a_clearly_lower_ece(other, told):
     values = {"uncalibrated": (3.0, 3.0), "ts": (1.0, 1.0), "isotonic": (1.0, other), "dc": (1.0, 0.1)}
     choice = chosen("ts", ("uncalibrated", "ts", "isotonic"))
-    found = [text for text in caveats(choice, evidence_of(values), 0) if text.startswith("By ECE")]
+    found = [text for text in caveats(choice, evidence_of(values, "ts"), 0) if text.startswith("By ECE")]
     assert ["isotonic may be the better choice" in text for text in found] == [True] * told
+
+
+def test_a_lower_ece_that_may_be_chance_is_not_named():
+    values = {"uncalibrated": (0.45, 0.0500), "ts": (0.44, 0.0005), "cms-op": (0.42, 0.0006)}
+    told = headline(chosen("cms-op", values), evidence_of(values, "cms-op"))
+    assert "ts" not in told[2]["text"]
 
 
 def shift_of(values, name="scanner B"):
@@ -143,6 +150,11 @@ def test_who_loses_to_ts_on_shifted_cases_is_said_with_its_numbers():
     assert shift_caveats("ts", [one], "ts") == []
     assert [is_robust(key, [one]) for key in SHIFTED] == [True, True, False, True]
     assert not is_robust("dc", [one])  # It failed there.
+    values = {"uncalibrated": (0.45, 0.05), "ts": (0.44, 0.03), "cms-op": (0.42, 0.03), "dc": (0.42, 0.03)}
+    told = headline(chosen("cms-op", values), evidence_of(values, "cms-op", shift=[one]))
+    assert told[3] == {"text": "On scanner B, NLL is higher: 0.6690, but 0.6450 with ts.", "tone": "worse"}
+    assert len(headline(chosen("ts", values), evidence_of(values, "ts", shift=[one]))) == 3
+    assert headline(chosen("dc", values), evidence_of(values, "dc", shift=[one]))[3]["text"].endswith("it failed.")
     assert "failed" in shift_sentence("dc", one)
 
 

@@ -68,7 +68,8 @@ def document(cases=30, repeats=2, methods=9, classes=4, rank=3, regions=("everyt
                          "translation_invariant": False},
         },
         "metrics": [{"id": m[0], "name": m[1], "better": m[2], "citation": "Guo et al., ICML 2017",
-                     "definition": f"{m[1]} of the top label: sum_b |correct_b - confidence_b| / n over 15 bins."}
+                     "definition": f"{m[1]} of the top label: sum_b |correct_b - confidence_b| / n over 15 bins.",
+                     "bins": 15 if "ece" in m[0] else None}
                     for m in measured],
         "methods": [{"key": m[0], "id": m[0], "pooling": None, "name": m[1], "preserves": m[2],
                      "translation_invariant": m[3], "parameters": m[4], "status": "ok", "reason": None, "same_as": None}

@@ -205,7 +205,7 @@ def test_shifted_data_have_intervals_and_say_who_loses(browser, reports):
         page.locator("#shift summary").click()
         cell = page.locator("#shift tbody tr").filter(has_text="order kept").locator("td").last
         assert "worse than none" in cell.inner_text()
-        assert "loses to ts" in cell.inner_text()
+        assert "worse than ts" in cell.inner_text()
 
 
 def test_a_study_of_an_earlier_version_is_still_shown(browser, tmp_path):
@@ -377,6 +377,52 @@ def test_every_method_is_in_the_trade_off(browser, reports):
         assert set(chart.locator(".line-name").all_text_contents()) == working
         point_at(page, chart.locator(".series-after .dot"))
         assert page.locator("#tooltip strong").inner_text() == "Conditional matrix scaling, order kept"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_names_in_the_trade_off_are_all_there_and_cover_no_other(browser, reports, width):
+    address, study = reports("crowded")
+    with opened(browser, address, viewport={"width": width, "height": 844}) as page:
+        scroll_to_end(page)
+        names = page.locator("#tradeoff .line-name")
+        assert names.count() == sum(method["status"] == "ok" for method in study["methods"])
+        boxes = names.evaluate_all(
+            """all => all.map((each) => {
+                 const { x, y, width, height } = each.getBBox();
+                 return [x, y, x + width, y + height, each.textContent];
+               })"""
+        )
+        for i, one in enumerate(boxes):
+            for other in boxes[:i]:
+                across = min(one[2], other[2]) - max(one[0], other[0])
+                up = min(one[3], other[3]) - max(one[1], other[1])
+                assert across <= 1 or up <= 2, (one, other)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_swatch_can_be_told_from_what_it_lies_on(browser, reports, scheme):
+    def luminance(text):
+        channels = [int(number) / 255 for number in re.findall(r"\d+", text)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    with opened(browser, reports("volumes")[0], color_scheme=scheme) as page:
+        found = page.locator("#browser .swatch").evaluate_all(
+            """all => all.map((each) => [getComputedStyle(each).borderTopColor,
+                 getComputedStyle(each.closest(".viewer")).backgroundColor])"""
+        )
+    assert found
+    for border, ground in found:
+        low, high = sorted((luminance(border), luminance(ground)))
+        assert (high + 0.05) / (low + 0.05) >= 3  # WCAG's bound for what is no text
+
+
+def test_the_number_of_bins_is_said(browser, reports):
+    with opened(browser, reports("volumes")[0]) as page:
+        assert "ECE, 15 bins" in page.locator("#top .cards").inner_text()
+        page.locator("#methods").get_by_label("Metric", exact=True).select_option("ece")
+        assert "15 bins" in page.locator("#methods caption").inner_text()
+        assert "(15 bins)" in page.locator('#reliability [data-panel="after"] .facts-row').inner_text()
 
 
 def test_pairs_name_their_case_and_open_its_pictures(browser, reports):

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from segcal.cli.console import out, show_table
 from segcal.compare import Study
+from segcal.compare.recommend import NEGLIGIBLE
 from segcal.results import number
 
 #: The first is what methods are chosen and sorted by.
@@ -65,7 +66,9 @@ def _method_table(study: Study) -> tuple[Table, list[str]]:
         if method["same_as"]:
             name += f" [dim](is {escape(method['same_as'])} here)[/]"
         table.add_row(name, *cells, _moved(flips[key]))
+    bins = {metric["bins"] for metric in document["metrics"] if metric["id"] in shown and metric.get("bins")}
     notes = ["* recommended, chosen by NLL on validation cases"]
+    notes += [f"ECE is over {count} bins" for count in bins]
     if any(verdicts.get((method["key"], metric)) == "worse" for method in document["methods"] for metric in shown):
         notes.append("! worse than uncalibrated: the 95% interval of the paired difference does not hold 0")
     return table, [*notes, _costs(study)]
@@ -88,10 +91,15 @@ def _shift_table(study: Study, entry: Mapping[str, Any]) -> tuple[Table, list[st
     for key in sorted({key for key, _ in summary}, key=lambda key: _place(summary, key, shown)):
         cells = [_cell(summary[key, metric], verdicts.get((key, metric))) for metric in shown]
         if against:
-            cells.append(_cell(against[key], against[key]["verdict"], "+.4f") if key in against else "")
+            cells.append(_cell(against[key], _lost(against[key]), "+.4f") if key in against else "")
         table.add_row(f"[bold]{escape(key)} *[/]" if key == study.recommendation["method"] else escape(key), *cells)
-    notes = ["! worse than uncalibrated; in the last column, worse than ts, and not recommended with --robust"]
-    return table, notes if "worse" in [*verdicts.values(), *(row["verdict"] for row in against.values())] else []
+    notes = ["! worse than uncalibrated; in the last column worse than ts, not recommended with --robust"]
+    return table, notes if "worse" in [*verdicts.values(), *map(_lost, against.values())] else []
+
+
+def _lost(row: Mapping[str, Any]) -> str | None:
+    """The verdict on a difference to ``ts``, by the rule of ``--robust``: what nobody can see is no loss."""
+    return None if number(row["mean"]) <= NEGLIGIBLE else row["verdict"]
 
 
 def _metric_table(study: Study, shown: Sequence[str]) -> Table:
@@ -130,7 +138,8 @@ def _costs(study: Study) -> str:
 
 def _cell(row: Mapping[str, Any], verdict: str | None, form: str = ".4f") -> str:
     """A value with its interval; what is worse than it was is marked, and red where there are colours."""
-    mean, low, high = ("-" if math.isnan(value) else f"{value:{form}}" for value in _numbers(row))
+    # Adding 0 makes a 0 of what rounds to -0.
+    mean, low, high = ("-" if math.isnan(value) else f"{round(value, 4) + 0.0:{form}}" for value in _numbers(row))
     # In a narrow window the interval goes below, rather than breaking where it may.
     gap, between = " " if out.width >= _WIDE else "\n", "-" if form == ".4f" else " to "
     value = f"[red]{mean}![/]" if verdict == "worse" else mean

@@ -44,6 +44,7 @@ def advise(
         methods={row["key"]: row for row in document["methods"]},
         summary=_rows(summarise.summary(table, test, seed)),
         differences=_rows(summarise.differences(table, seed)),
+        beside=_rows(summarise.differences(table, seed, choice.method)),
         flips={row["method"]: row for row in document["flips"]},
         diagnosis=document["diagnosis"][UNCALIBRATED],
         cases=len(smallest),

@@ -20,6 +20,7 @@ class Evidence:
         methods: Rows of the methods, by key.
         summary: Rows of NLL and ECE over whole test cases, by key and metric.
         differences: The same against uncalibrated.
+        beside: The same against the chosen method.
         flips: Changed labels, by key.
         diagnosis: Findings of the scores as they are.
         cases: In the smallest calibration part.
@@ -34,6 +35,7 @@ class Evidence:
     methods: Mapping[str, Mapping[str, Any]]
     summary: Rows
     differences: Rows
+    beside: Rows
     flips: Mapping[str, Mapping[str, Any]]
     diagnosis: Mapping[str, Any]
     cases: int

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from segcal.compare.evidence import Evidence
-from segcal.compare.phrases import ordinal, share_less
+from segcal.compare.phrases import joined, ordinal, share_less
 from segcal.compare.recommend import Choice
 from segcal.compare.settings import FLIPS, UNCALIBRATED
 
-# Another method's ECE is worth a word below this share of the chosen one's.
+# Another method's ECE is worth a word below this share of the chosen one's, if the paired difference agrees.
 _CLEARLY = 0.9
 _NETWORK = {
     "overconfident": "The network is too sure of itself.",
@@ -24,7 +24,7 @@ def headline(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
     found = [_sentence(_NETWORK[evidence.diagnosis["set"]["verdict"]])]
     if choice.method == UNCALIBRATED:
         return [*found, _sentence(f"Leave it as it is: {nothing_better(choice)}.")]
-    return [*found, _by_criterion(choice, evidence), _by_ece(choice, evidence)]
+    return [*found, _by_criterion(choice, evidence), _by_ece(choice, evidence), *_by_shift(choice, evidence)]
 
 
 def nothing_better(choice: Choice) -> str:
@@ -38,11 +38,15 @@ def nothing_better(choice: Choice) -> str:
 
 def lower_ece(choice: Choice, evidence: Evidence) -> str | None:
     """The allowed calibrator with the lowest ECE, where that is clearly lower than the chosen one's."""
-    ece = {key: evidence.summary[key, "ece"]["mean"] for key in choice.candidates if key != UNCALIBRATED}
-    if choice.method not in ece:
+    if choice.method == UNCALIBRATED:
         return None
-    lowest = min(ece, key=lambda key: math.inf if math.isnan(ece[key]) else ece[key])
-    return lowest if ece[lowest] < _CLEARLY * ece[choice.method] else None
+    ece = {key: evidence.summary[key, "ece"]["mean"] for key in choice.candidates if key != UNCALIBRATED}
+    lower = {
+        key: mean
+        for key, mean in ece.items()
+        if mean < _CLEARLY * ece[choice.method] and evidence.beside[key, "ece"]["verdict"] in ("better", None)
+    }
+    return min(lower, key=lower.__getitem__, default=None)
 
 
 def ece_caveat(choice: Choice, evidence: Evidence) -> list[str]:
@@ -93,6 +97,19 @@ def _by_ece(choice: Choice, evidence: Evidence) -> dict[str, str]:
             text += f"; {other} would lower it by {share_less(before, evidence.summary[other, 'ece']['mean'])}"
         return _sentence(f"{text}.")
     return _sentence(f"ECE may be lower or higher: {moved}{beside}.")
+
+
+def _by_shift(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
+    """Where the choice loses on the user's shifted cases."""
+    found = []
+    for one in evidence.shift:
+        if not one.knows(choice.method):
+            found.append(_sentence(f"On {one.name}, it failed.", "worse"))
+        elif lost := one.loses_to(choice.method):
+            nll = {key: one.summary[key, "nll"]["mean"] for key in (choice.method, *lost)}
+            others = joined([f"{nll[key]:.4f} {'as it is' if key == UNCALIBRATED else f'with {key}'}" for key in lost])
+            found.append(_sentence(f"On {one.name}, NLL is higher: {nll[choice.method]:.4f}, but {others}.", "worse"))
+    return found
 
 
 def _sentence(text: str, tone: str = "plain") -> dict[str, str]:

@@ -144,7 +144,7 @@ function numberCard(metric, own) {
   return html(
     "div",
     { class: "card" },
-    html("h3", {}, metricName(metric), metric === CRITERION ? ", by which methods are chosen" : ""),
+    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", by which methods are chosen" : ""),
     html(
       "p",
       { class: "big" },
@@ -167,7 +167,7 @@ function numberCard(metric, own) {
           "p",
           { class: "fine strong" },
           verdict === "worse"
-            ? `Worse in ${count.worse} of ${plural(count.total, "case")}, better in ${count.better}.`
+            ? `Worse in ${count.worse} of ${plural(count.total, "case")}${count.better ? `, better in ${count.better}` : ""}.`
             : `Better in ${count.better} of ${plural(count.total, "case")}.`,
         )
       : null,

@@ -62,7 +62,8 @@ function drawLines(width, { label, stops, log, xLabel, yLabel, value, rows, rang
   const ends = (key, index) => (range?.(key, index) ?? []).map(numeric).filter(Number.isFinite);
   const y = axisFor(
     series.flatMap(({ key, values }) => [...values, ...stops.flatMap((_, index) => ends(key, index))]),
-    { label: yLabel, zero: true, count: 5 },
+    // Dots with intervals need no zero; lines alone would exaggerate without it.
+    { label: yLabel, zero: !range, count: 5 },
   );
   const longest = Math.max(0, ...series.map(({ key }) => key.length));
   const right = Math.min(0.36 * width, 24 + 7.6 * longest);

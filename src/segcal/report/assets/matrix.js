@@ -24,7 +24,7 @@ function allMetrics({ region }) {
     );
   };
   const heads = columns.map(({ metric }) =>
-    html("th", { scope: "col" }, metric.name, html("span", { class: "fine" }, direction(metric.id))),
+    html("th", { scope: "col" }, metric.name, html("span", { class: "fine" }, direction(metric.id), binsOf(metric.id))),
   );
   return scrolling(
     "All metrics of all methods",

@@ -271,7 +271,7 @@ function oneMetric(state, refresh) {
         html(
           "caption",
           {},
-          `${metricName(state.metric)}, ${regionName(state.region).toLowerCase()}: ${direction(state.metric)}. The dashed line is the uncalibrated network; "worse" is worse than it beyond chance. Methods are chosen by ${metricName(CRITERION)} on validation cases.`,
+          `${metricName(state.metric)}${binsOf(state.metric)}, ${regionName(state.region).toLowerCase()}: ${direction(state.metric)}. The dashed line is the uncalibrated network; "worse" is worse than it beyond chance. Methods are chosen by ${metricName(CRITERION)} on validation cases.`,
         ),
         html("thead", {}, html("tr", {}, heads)),
         html(

@@ -57,6 +57,12 @@ function metricName(id) {
   return metricOf.get(id)?.name ?? id;
 }
 
+// ", 15 bins" for a metric that counts in bins.
+function binsOf(id) {
+  const bins = metricOf.get(id)?.bins;
+  return bins ? `, ${plural(bins, "bin")}` : "";
+}
+
 // Smaller is better: what to sort and compare by.
 function badness(metric, value) {
   const better = metricOf.get(metric)?.better;

@@ -57,7 +57,7 @@ function panel(when, first, state) {
   const refresh = () => {
     const { count, sure, right, ece } = totals(bins());
     facts.textContent = count
-      ? `Pooled ECE ${fixed(ece, 4)} · ${share(sure, 1)} sure · ${share(right, 1)} right · ${shortCount(count)} ${voxels}`
+      ? `Pooled ECE ${fixed(ece, 4)} (${plural(bins().count.length, "bin")}) · ${share(sure, 1)} sure · ${share(right, 1)} right · ${shortCount(count)} ${voxels}`
       : `No ${voxels} here.`;
     drawn.redraw();
   };

@@ -72,7 +72,7 @@ function shiftTable(conditions, metric, decimals) {
     const verdict = (rows) => lookUp(rows ?? new Map(), key, mainRegion, metric);
     const words = [verdict(changes), verdict(against)]
       .filter((change) => change?.verdict === "worse")
-      .map((change) => (change.baseline === BASELINE ? "worse than none" : `loses to ${change.baseline}`));
+      .map((change) => (change.baseline === BASELINE ? "worse than none" : `worse than ${change.baseline}`));
     return html(
       "td",
       { class: words.length ? "harm" : "" },

@@ -52,7 +52,8 @@ function drawTradeoff(width, state) {
   );
   const plot = frame({
     width,
-    height: narrow ? 340 : 420,
+    // A column of all names must fit.
+    height: Math.max(narrow ? 340 : 420, LINE * found.length + 76),
     label: `${metricName(state.x)} against ${metricName(state.y)} of ${found.length} methods. Arrow keys walk through the methods.`,
     x,
     y,
@@ -96,52 +97,89 @@ function drawTradeoff(width, state) {
   return explorable(plot.root, points, { reach: 40 });
 }
 
-// Writes each name beside its mark where it covers no other mark or name, farther away with a line if it must.
+// Names stand beside their marks; where marks crowd, in a column beside the crowd with a line to each mark.
+const LINE = 16;
+
 function placeLabels(plot, points) {
-  const taken = points.map(({ x, y }) => ({ x: x - 8, y: y - 8, width: 16, height: 16 }));
-  const overlaps = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
-  const heights = [0, -18, 18, -34, 34, -50, 50, -66, 66, -82, 82, -98, 98];
-  for (const { each, x, y } of [...points].sort((a, b) =>
-    a.each.key === after ? -1 : b.each.key === after ? 1 : a.x - b.x,
-  )) {
-    const width = 7.2 * each.key.length + 6;
-    const spots = heights.flatMap((dy) =>
-      dy === 0
-        ? [
-            [10, 0],
-            [-10 - width, 0],
-          ]
-        : [
-            [-width / 2, dy],
-            [10, dy],
-            [-10 - width, dy],
-          ],
-    );
-    const spot = spots
-      .map(([dx, dy]) => ({ x: x + dx, y: y + dy - 8, width, height: 16, dy }))
-      .find(
-        (box) =>
-          box.x > plot.left &&
-          box.x + width < plot.right &&
-          box.y > plot.top &&
-          box.y + 16 < plot.bottom &&
-          !taken.some((other) => overlaps(box, other)),
-      );
-    if (!spot) continue;
-    taken.push(spot);
-    const middle = spot.x + width / 2;
-    plot.root.append(
-      svg(
-        "g",
-        { class: styleOf(each.key).colour },
-        Math.abs(spot.dy) > 18
-          ? svg("path", {
-              class: "leader",
-              d: `M${x} ${y + Math.sign(spot.dy) * 8}L${middle} ${spot.y + (spot.dy > 0 ? 0 : 16)}`,
-            })
-          : null,
-        svg("text", { class: "line-name", x: middle, y: spot.y + 8, dy: "0.32em", "text-anchor": "middle" }, each.key),
-      ),
-    );
+  const marks = points.map(({ x, y }) => ({ x: x - 8, y: y - 8, width: 16, height: 16 }));
+  const taken = [];
+  const crowds = crowdsOf(points).sort((a, b) => b.length - a.length);
+  for (const crowd of crowds) {
+    const spots = columnSpots(plot, crowd);
+    const cost = (boxes) => 100 * overlapCount(boxes, taken) + overlapCount(boxes, marks);
+    const best = spots.reduce((one, other) => (cost(other.boxes) < cost(one.boxes) ? other : one));
+    taken.push(...best.boxes);
+    best.points.forEach((point, index) => writeLabel(plot, point, best.boxes[index], best.right, crowd.length > 1));
   }
+}
+
+// Marks whose names would get into each other's way, directly or by way of others.
+function crowdsOf(points) {
+  const near = (a, b) => Math.abs(a.x - b.x) < 60 && Math.abs(a.y - b.y) < 1.5 * LINE;
+  const crowds = [];
+  for (const point of points) {
+    const [joined, apart] = [[], []];
+    for (const crowd of crowds) (crowd.some((other) => near(other, point)) ? joined : apart).push(crowd);
+    crowds.splice(0, crowds.length, ...apart, [point, ...joined.flat()]);
+  }
+  return crowds;
+}
+
+// Where a column of names may stand: right or left of the crowd, nearest first.
+function columnSpots(plot, crowd) {
+  const points = [...crowd].sort((a, b) => a.y - b.y || a.x - b.x);
+  const middle = points.reduce((sum, { y }) => sum + y, 0) / points.length;
+  const start = middle - ((points.length - 1) * LINE) / 2;
+  const heights = spread(
+    points.map((_, index) => start + index * LINE),
+    LINE,
+    plot.top + LINE / 2,
+    plot.bottom - LINE / 2,
+  );
+  const widths = points.map(({ each }) => 7.2 * each.key.length + 6);
+  const [low, high] = [Math.min(...points.map(({ x }) => x)), Math.max(...points.map(({ x }) => x))];
+  const spots = [];
+  for (let step = 0; step < 40; step++) {
+    const away = (points.length > 1 ? 22 : 10) + 12 * step;
+    for (const right of [true, false]) {
+      const boxes = points.map((_, index) => ({
+        x: right ? high + away : low - away - widths[index],
+        y: heights[index] - LINE / 2,
+        width: widths[index],
+        height: LINE,
+      }));
+      if (boxes.every((box) => box.x >= plot.left - 40 && box.x + box.width <= plot.right + 20))
+        spots.push({ points, boxes, right });
+    }
+  }
+  // In a window too narrow for any of them, names stand over the crowd.
+  const over = points.map((_, index) => ({
+    x: plot.right + 20 - widths[index],
+    y: heights[index] - LINE / 2,
+    width: widths[index],
+    height: LINE,
+  }));
+  return [...spots, { points, boxes: over, right: true }];
+}
+
+function overlapCount(boxes, others) {
+  const overlaps = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
+  return boxes.reduce((sum, box) => sum + others.filter((other) => overlaps(box, other)).length, 0);
+}
+
+function writeLabel(plot, { each, x, y }, box, right, led) {
+  const edge = right ? box.x : box.x + box.width;
+  const height = box.y + LINE / 2;
+  plot.root.append(
+    svg(
+      "g",
+      { class: styleOf(each.key).colour },
+      led ? svg("path", { class: "leader", d: `M${x} ${y}L${edge + (right ? -2 : 2)} ${height}` }) : null,
+      svg(
+        "text",
+        { class: "line-name", x: edge, y: height, dy: "0.32em", "text-anchor": right ? "start" : "end" },
+        each.key,
+      ),
+    ),
+  );
 }
