@@ -16,7 +16,7 @@ from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.cases.open import find_cases
 from segcal.check import CheckReport, check
 from segcal.cli.console import err, out, progress, show_table
-from segcal.errors import MAX_SEED
+from segcal.errors import InputError, check_seed
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
 from segcal.metrics.diagnosis import verdict
 
@@ -60,7 +60,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 def seed_option(help: str) -> Any:
     """The option ``--seed`` of a command."""
-    return typer.Option(min=0, max=MAX_SEED, help=help)
+    # Checked here and not by typer, whose help would widen every line by the range.
+    return typer.Option(callback=_checked_seed, help=help)
+
+
+def _checked_seed(seed: int) -> int:
+    try:
+        check_seed(seed)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from None
+    return seed
 
 
 def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
     Examples:
         >>> parse_config({"data": "d", "output": "o", "epoch": 3})
         Traceback (most recent call last):
-        segcal.errors.ConfigError: unknown key 'epoch'; ... To fix: did you mean 'epochs'?.
+        segcal.errors.ConfigError: unknown key 'epoch'; ... To fix: did you mean 'epochs'?
     """
     _known("key", raw, [item.name for item in fields(TrainingConfig)])
     for name in ("data", "output"):
