@@ -117,16 +117,18 @@ def surface_distances(
         _check_classes(segmentation, valid, num_classes, name)
     predicted, labelled = _surface(prediction, valid), _surface(labels, valid)
     shared = predicted & labelled & (prediction == labels)
-    forth, back = [], []
+    forth, back, here, there = [], [], [], []
     for n in range(len(labels)):
         # Where the surfaces coincide the distance is 0, which spares good predictions most of the search.
         p, p_shared = _points_by_class(prediction[n], predicted[n], shared[n], num_classes, lengths)
         q, q_shared = _points_by_class(labels[n], labelled[n], shared[n], num_classes, lengths)
         forth.append([_nearest(p[c], p_shared[c], q[c]) for c in range(num_classes)])
         back.append([_nearest(q[c], q_shared[c], p[c]) for c in range(num_classes)])
-    here, there = _present(prediction, valid, num_classes), _present(labels, valid, num_classes)
+        here.append(_present(prediction[n], valid[n], p))
+        there.append(_present(labels[n], valid[n], q))
+    in_prediction, in_labels = torch.stack(here), torch.stack(there)
     diagonal = math.hypot(*(size * length for size, length in zip(labels.shape[1:], lengths, strict=True)))
-    return SurfaceDistances(forth, back, here ^ there, ~(here | there), diagonal)
+    return SurfaceDistances(forth, back, in_prediction ^ in_labels, ~(in_prediction | in_labels), diagonal)
 
 
 def hd95(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
@@ -254,12 +256,12 @@ def _nearest(points: Distances, shared: NDArray[np.bool_], targets: Distances) -
     return distance
 
 
-def _present(segmentation: Tensor, valid: Tensor, num_classes: int) -> Tensor:
-    """``(N, C)`` bool: whether the class has a valid voxel in the image."""
-    counts = [
-        torch.bincount(image[kept], minlength=num_classes) for image, kept in zip(segmentation, valid, strict=True)
-    ]
-    return torch.stack(counts) > 0
+def _present(segmentation: Tensor, valid: Tensor, points: list[Distances]) -> Tensor:
+    """``(C,)`` bool: whether the class has a valid voxel in an image; those that have surface points certainly do."""
+    if all(len(own) for own in points):
+        return torch.ones(len(points), dtype=torch.bool, device=segmentation.device)
+    voxels = segmentation.flatten() if bool(valid.all()) else segmentation[valid]
+    return torch.bincount(voxels, minlength=len(points)) > 0
 
 
 def _miss(absent: Miss, diagonal: float) -> float:
