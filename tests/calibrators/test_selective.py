@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import segcal
-from segcal.calibrators import CALIBRATORS, DirichletCalibration, TemperatureScaling, base, composed, selective
+from segcal.calibrators import DirichletCalibration, TemperatureScaling, composed, load, selective
 from segcal.calibrators.base import Calibrator, Fitted
 from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.selective import SelectiveScaling, paper_temperature
@@ -72,7 +72,7 @@ def test_no_confidence_is_raised(fitted, on_base):
 
 def test_base_and_all_survive_the_file(on_base, tmp_path):
     on_base.save(tmp_path / "c.safetensors")
-    again = base.load(tmp_path / "c.safetensors", {**CALIBRATORS, "selective": SelectiveScaling})
+    again = load(tmp_path / "c.safetensors")
     z = TEST[0].logits
     assert torch.equal(again(z), on_base(z))
     assert again.arguments() == on_base.arguments()

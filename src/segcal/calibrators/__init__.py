@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segcal.calibrators import base
+from segcal.calibrators import loading
 from segcal.calibrators.affine import (
     DirichletCalibration,
     MatrixScaling,
@@ -84,4 +84,4 @@ def load(path: str | Path) -> Calibrator:
         ...     load(f"{folder}/cal.safetensors").temperature == calibrator.temperature
         True
     """
-    return base.load(path, CALIBRATORS)
+    return loading.load(path, CALIBRATORS)

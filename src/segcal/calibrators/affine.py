@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from segcal.calibrators.base import ParameterCount
 from segcal.calibrators.experts import ExpertCalibrator
+from segcal.calibrators.limits import Limits
 from segcal.kernels import AffineMap
 
 
@@ -87,6 +88,12 @@ class TranslationInvariantMatrixScaling(ExpertCalibrator):
         rows, columns = np.nonzero(~np.eye(num_classes, dtype=bool))
         moved = unit[rows, columns] - unit[rows, rows]
         return np.asarray(np.concatenate((moved, unit[own, own].sum(0, keepdims=True), unit[own, -1])).T)
+
+    def limits(self) -> dict[str, Limits]:
+        """Rows of one sum; an entry of the diagonal is that sum less the others of its row, all within the bounds."""
+        limits = super().limits()
+        largest = len(self.bias[0]) * limits["weight"].high
+        return {**limits, "weight": Limits(-largest, largest, same_sum=True)}
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:

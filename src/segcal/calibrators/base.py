@@ -22,7 +22,7 @@ from segcal.calibrators.per_channel import (
     report_of_channels,
     split_channels,
 )
-from segcal.calibrators.storage import Stored, calibrator_bytes, read_calibrator
+from segcal.calibrators.storage import calibrator_bytes
 from segcal.calibrators.tensor_cases import tensors_as_cases
 from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
@@ -332,27 +332,3 @@ class Calibrator(CalibratorModule, ABC):
             channels=[(own.arguments(), own.fit_report) for own in self._channels],
             channel_names=self.channel_names,
         )
-
-
-def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
-    """Read a calibrator that was saved, checking everything; nothing is unpickled."""
-    stored = read_calibrator(Path(path), tuple(calibrators))
-    if not stored.channels:
-        return _built(path, stored, calibrators)
-    whole = calibrators[stored.id](**stored.arguments)
-    channels = [_built(path, own, calibrators) for own in stored.channels.values()]
-    return whole.take_channels(list(stored.channels), channels)
-
-
-def _built(path: str | Path, stored: Stored, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
-    """One map as it was stored."""
-    calibrator = calibrators[stored.id](**stored.arguments)
-    calibrator.allocate(stored.num_classes)
-    wanted = {name: tuple(tensor.shape) for name, tensor in calibrator.tensors().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
-    if wanted != found:
-        raise InputError(f"holds the tensors {found}", where=str(path), expected=f"{wanted} for '{stored.id}'")
-    calibrator.num_classes, calibrator.class_names = stored.num_classes, stored.class_names
-    calibrator.load_state_dict(stored.tensors)
-    calibrator.fit_report = stored.fit_report
-    return calibrator

@@ -46,6 +46,12 @@ def allocate(base: Calibrator | None, num_classes: int) -> None:
         base.num_classes = num_classes
 
 
+def base_shapes(base: Calibrator | None, num_classes: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the base's tensors, by their names in what it is the base of."""
+    shapes = {} if base is None else base.shapes(num_classes)
+    return {f"base.{name}": shape for name, shape in shapes.items()}
+
+
 def fit_base(base: Calibrator, data: FitData) -> list[str]:
     """Fit the base; what there is to note."""
     base.fit(data.cases, validation=data.validation, voxels=data.voxels, seed=data.seed)

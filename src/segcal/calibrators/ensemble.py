@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
-from segcal.calibrators.composed import Base, allocate, base_calibrator, describe, fit_base
+from segcal.calibrators.composed import Base, allocate, base_calibrator, base_shapes, describe, fit_base
+from segcal.calibrators.limits import COUNT, Limits
 from segcal.calibrators.measured import mean_loss
 from segcal.errors import InputError
 from segcal.scores import pool
@@ -65,6 +66,14 @@ class Ensemble(Calibrator):
     def allocate(self, num_classes: int) -> None:
         """What the base needs."""
         allocate(self.base, num_classes)
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """A number, and those of the base."""
+        return {"members": (), **base_shapes(self.base, num_classes)}
+
+    def limits(self) -> dict[str, Limits]:
+        """A number of members."""
+        return {"members": COUNT}
 
     def _fit(self, data: FitData) -> Fitted:
         before = mean_loss(data.cases)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
 from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.limits import BETA, Limits
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.cases import CaseSet
 from segcal.errors import InputError
@@ -65,6 +66,10 @@ class EnsembleTemperatureScaling(Calibrator):
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {"objective": self.objective}
+
+    def limits(self) -> dict[str, Limits]:
+        """Those of ``ts``, and the simplex."""
+        return {"beta": BETA, "weights": Limits(0.0, 1.0, total=1.0)}
 
     def _scores(self, logits: Tensor) -> Tensor:
         parts = _log_parts(logits, self.beta.to(logits))

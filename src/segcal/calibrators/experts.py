@@ -16,6 +16,7 @@ from segcal.calibrators.cost import FitCost, curvature_cost
 from segcal.calibrators.expert_adam import fit_by_adam
 from segcal.calibrators.expert_exact import fit_exactly, sample_voxels
 from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.limits import Limits
 from segcal.cases import CaseSet
 from segcal.errors import InputError
 from segcal.kernels import ExpertMap, Features
@@ -64,6 +65,8 @@ class ExpertCalibrator(Calibrator):
                 raise InputError(f"{name} is {value}", expected="a penalty, zero or more")
         if solver not in ("exact", "adam"):
             raise InputError(f"solver is {solver!r}", expected="'exact' or 'adam'")
+        if not (rate > 0 and patience > 0):
+            raise InputError(f"rate is {rate} and patience is {patience}", expected="more than zero")
         self.off_diagonal, self.bias_penalty, self.shrinkage = float(off_diagonal), float(bias), float(shrinkage)
         self.solver, self.rate, self.patience = solver, rate, patience
         self.register_buffer("weight", torch.zeros(0, 0, 0, dtype=torch.float64))
@@ -105,6 +108,22 @@ class ExpertCalibrator(Calibrator):
         """``(E, K, J + 1)`` of the parameters: experts, and each one's outputs and inputs, with the bias."""
         outputs = num_classes - (self.features == "gaps")
         return num_classes if self.routed else 1, outputs, 2 if self.features == "own-logit" else outputs + 1
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """Of weight and bias."""
+        experts, outputs, columns = self.shape(num_classes)
+        return {"weight": (experts, outputs, columns - 1), "bias": (experts, outputs)}
+
+    def limits(self) -> dict[str, Limits]:
+        """Those of the fit; but the identity, which may be kept, has no floor."""
+        assert self.num_classes is not None
+        lower, upper = (torch.from_numpy(own) for own in self.bounds(self.num_classes, len(self.weight)))
+        if self.constrained:
+            lower[:, :, -1] = 0
+        return {
+            "weight": Limits(lower[:, :, :-1], upper[:, :, :-1]),
+            "bias": Limits(lower[:, :, -1], upper[:, :, -1]),
+        }
 
     def identity(self, num_classes: int, experts: int | None = None) -> FloatArray:
         """The parameters ``(E, K, J + 1)`` that change nothing."""

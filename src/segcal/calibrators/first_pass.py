@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
+from segcal.calibrators.limits import HIGHEST, LOWEST
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.sampling import VoxelSample, VoxelSampler
@@ -16,8 +17,6 @@ from segcal.scores import DEPTH, impossible_label, only_possible, some_impossibl
 from segcal.statistics import VoxelStatistics
 from segcal.types import Chunk
 
-# 1 / temperature is kept within these: beyond, every softmax is uniform or one-hot to float32.
-LOWEST, HIGHEST = 1e-3, 1e3
 # Voxels of the sample that the temperature is fitted to.
 _TEMPERATURE_VOXELS = 50_000
 # Scores in a sample, whatever is asked for: 128 MB of float32, which bind only where there are some hundred classes.

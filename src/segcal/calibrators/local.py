@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
+from segcal.calibrators.limits import BETA, Limits
 from segcal.calibrators.local_network import (
     GATES,
     LEAVES,
+    SMALLEST_SCALE,
     TAPS,
     Inputs,
     Neighbourhood,
@@ -22,6 +24,7 @@ from segcal.calibrators.local_network import (
     check_space,
     network_inputs,
     temperature,
+    tree_shapes,
 )
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.measured import mean_loss
@@ -89,6 +92,9 @@ class LocalTemperatureScaling(Calibrator):
             raise InputError(f"image_channels is {image_channels}", expected="a number of channels, 0 for no image")
         if neighbourhood not in ("plane", "volume"):
             raise InputError(f"neighbourhood is {neighbourhood!r}", expected="'plane' or 'volume'")
+        for name, value in (("epochs", epochs), ("rate", rate), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise InputError(f"{name} is {value}", expected="a number, zero or more")
         self.image_channels, self.neighbourhood = image_channels, neighbourhood
         self.epochs, self.rate, self.weight_decay = epochs, rate, weight_decay
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))
@@ -106,6 +112,17 @@ class LocalTemperatureScaling(Calibrator):
 
     def _summary(self) -> str:
         return f"T = {1 / float(self.beta):.4g} times the output of a network of {self.size():,} parameters"
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """Of one temperature and of the network."""
+        network = tree_shapes(num_classes, self.image_channels, self.neighbourhood)
+        return {"beta": (), **{f"network.{name}": shape for name, shape in network.items()}}
+
+    def limits(self) -> dict[str, Limits]:
+        """Those of ``ts``, and standard deviations that can be divided by."""
+        deviation = Limits(SMALLEST_SCALE, torch.inf)
+        images = {"network.image_scale": deviation, "network.image_mean": Limits(-torch.inf, torch.inf)}
+        return {"beta": BETA, "network.scale": deviation, **images}
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:

@@ -30,8 +30,30 @@ LEAVES, GATES = 4, 3
 FLOOR = 60.0
 # Temperatures stay within these, as that of ``ts`` does: beyond, every softmax is one-hot or uniform.
 COLDEST, HOTTEST = 1e-3, 1e3
+# What varies less than this does not vary.
+SMALLEST_SCALE = 1e-6
 # softplus of this is 1.
 UNIT = math.log(math.e - 1)
+
+
+def tree_shapes(num_classes: int, image_channels: int, neighbourhood: Neighbourhood) -> dict[str, tuple[int, ...]]:
+    """Of the parameters and buffers of a ``TemperatureTree``."""
+    kernel = (TAPS,) * (2 if neighbourhood == "plane" else 3)
+    branches = LEAVES + GATES + (image_channels > 0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "weight": (branches, num_classes, *kernel),
+        "bias": (branches,),
+        "mean": (num_classes,),
+        "scale": (num_classes,),
+    }
+    if image_channels:
+        shapes |= {
+            "image_weight": (1, image_channels, *kernel),
+            "image_bias": (1,),
+            "image_mean": (image_channels,),
+            "image_scale": (image_channels,),
+        }
+    return shapes
 
 
 class TemperatureTree(nn.Module):
@@ -52,6 +74,10 @@ class TemperatureTree(nn.Module):
         torch.Size([2, 4, 6])
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+    image_weight: nn.Parameter
+    image_bias: nn.Parameter
     mean: Tensor
     scale: Tensor
     image_mean: Tensor
@@ -61,20 +87,14 @@ class TemperatureTree(nn.Module):
         self, num_classes: int, *, image_channels: int = 0, neighbourhood: Neighbourhood = "plane", seed: int = 0
     ) -> None:
         super().__init__()
-        kernel = (TAPS,) * (2 if neighbourhood == "plane" else 3)
-        gates = GATES + (image_channels > 0)
-        self.weight = nn.Parameter(torch.zeros(LEAVES + gates, num_classes, *kernel))
-        self.bias = nn.Parameter(torch.zeros(LEAVES + gates))
-        self.register_buffer("mean", torch.zeros(num_classes))
-        self.register_buffer("scale", torch.ones(num_classes))
         self.image_channels = image_channels
-        if image_channels:
-            self.image_weight = nn.Parameter(torch.zeros(1, image_channels, *kernel))
-            self.image_bias = nn.Parameter(torch.zeros(1))
-            self.register_buffer("image_mean", torch.zeros(image_channels))
-            self.register_buffer("image_scale", torch.ones(image_channels))
+        for name, shape in tree_shapes(num_classes, image_channels, neighbourhood).items():
+            if name.endswith(("mean", "scale")):
+                self.register_buffer(name, torch.zeros(shape) if name.endswith("mean") else torch.ones(shape))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         generator = torch.Generator().manual_seed(seed)
-        fan_in = num_classes * TAPS ** len(kernel)
+        fan_in = self.weight[0].numel()
         noise = torch.randn(self.weight[LEAVES:].shape, generator=generator) / math.sqrt(fan_in)
         with torch.no_grad():
             self.weight[LEAVES:] = noise
@@ -88,10 +108,10 @@ class TemperatureTree(nn.Module):
     def standardise_by(self, mean: Tensor, scale: Tensor, image_mean: Tensor, image_scale: Tensor) -> None:
         """Set means and scales; what does not vary keeps scale 1 and becomes 0."""
         self.mean.copy_(mean)
-        self.scale.copy_(torch.where(scale > 1e-6, scale, 1.0))
+        self.scale.copy_(torch.where(scale > SMALLEST_SCALE, scale, 1.0))
         if self.image_channels:
             self.image_mean.copy_(image_mean)
-            self.image_scale.copy_(torch.where(image_scale > 1e-6, image_scale, 1.0))
+            self.image_scale.copy_(torch.where(image_scale > SMALLEST_SCALE, image_scale, 1.0))
 
     def reset(self) -> None:
         """Make the factor 1 everywhere."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
-from segcal.calibrators.first_pass import HIGHEST, LOWEST, FirstPass
+from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
 from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts, mean_loss
 from segcal.errors import InputError
 from segcal.scores import log_probabilities
@@ -80,6 +81,11 @@ class MetaCal(Calibrator):
     def detection(self) -> Detection:
         """How well the threshold finds mispredictions."""
         return Detection.of(self.counts)
+
+    def limits(self) -> dict[str, Limits]:
+        """An entropy beyond which nothing is rejected, and temperatures of ``ts``."""
+        assert self.num_classes is not None
+        return {"beta": BETA, "gamma": Limits(0.0, _nothing(self.num_classes)), "counts": COUNT}
 
     def _scores(self, logits: Tensor) -> Tensor:
         rejected = (entropy(logits) > self.gamma.to(logits)).unsqueeze(1)

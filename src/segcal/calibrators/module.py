@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from segcal.calibrators.limits import Limits
+from segcal.calibrators.storage import check_num_classes
 from segcal.errors import InputError
 
 # What torch calls the part of a state dict that is neither parameter nor buffer.
@@ -31,6 +33,7 @@ class CalibratorModule(nn.Module):
         #: Of multi-label data, one map for each channel, and then none of one's own.
         self.channels: nn.ModuleList | None = None
         self.channel_names: tuple[str, ...] | None = None
+        self.register_load_state_dict_post_hook(_check_limits)  # type: ignore[no-untyped-call]
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments, JSON-able."""
@@ -38,6 +41,14 @@ class CalibratorModule(nn.Module):
 
     def allocate(self, num_classes: int) -> None:
         """Give parameters whose shape depends on the number of classes that shape."""
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """Those of ``tensors()`` after ``allocate``, without the memory."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
+
+    def limits(self) -> Mapping[str, Limits]:
+        """What ``tensors()`` may hold, by name; those that are not named may hold all but very large numbers."""
+        return {}
 
     def single(self) -> Self:
         """A copy that is one map; where there was one for each channel, it is not fitted."""
@@ -88,21 +99,22 @@ class CalibratorModule(nn.Module):
     ) -> None:
         extra = state_dict.get(prefix + _EXTRA)
         if extra is not None and extra.numel():
-            self._prepare_for(extra)
+            own = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+            self._prepare_for(extra, {name: tuple(t.shape) for name, t in own.items() if not name.endswith(_EXTRA)})
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if self.num_classes is not None and prefix + _EXTRA in missing_keys:
             missing_keys.remove(prefix + _EXTRA)  # parameters alone will do where the classes are known
 
-    def _prepare_for(self, extra: Tensor) -> None:
-        """Be ready for the parameters of a calibrator with this extra state."""
+    def _prepare_for(self, extra: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Be ready for the parameters of a calibrator with this extra state, if they have the shapes that it says."""
         try:
             about = json.loads(bytes(extra.tolist()))
-            num_classes = int(about["num_classes"])
+            num_classes = check_num_classes(about["num_classes"])
             # Earlier versions knew no channels.
             class_names, channel_names = (_names(about.get(name)) for name in ("class_names", "channel_names"))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(
                 f"the classes of the state dict cannot be read ({type(error).__name__}: {error})",
                 expected="what a calibrator's state_dict() returned",
@@ -113,6 +125,10 @@ class CalibratorModule(nn.Module):
             if channel_names is not None:
                 self.hold_channels(channel_names, [copy.deepcopy(self) for _ in channel_names])
         if self.num_classes != num_classes and channel_names is None:
+            if self.shapes(num_classes) != shapes:  # which takes no memory yet
+                raise InputError(
+                    f"the state dict holds {shapes}", expected=f"{self.shapes(num_classes)} for {num_classes} classes"
+                )
             self.allocate(num_classes)
         self._apply(lambda tensor: tensor.to(device))
         self.num_classes, self.class_names = num_classes, class_names
@@ -126,3 +142,14 @@ def become(module: nn.Module, other: nn.Module) -> None:
 
 def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
+
+
+def _check_limits(module: nn.Module, _: Any) -> None:
+    """Raise where a calibrator was given what it cannot hold; its base and its channels were asked before."""
+    assert isinstance(module, CalibratorModule)
+    if module.num_classes is None:
+        return
+    limits = module.limits()
+    for name, tensor in module.tensors().items():
+        if not name.startswith(("base.", "channels.")):
+            limits.get(name, Limits()).check(name, tensor)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
 from segcal.calibrators.cost import FitCost
+from segcal.calibrators.limits import SHARE, Limits
 from segcal.calibrators.measured import mean_loss
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
@@ -102,6 +103,10 @@ class IsotonicRegression(Calibrator):
         self.register_buffer("values", torch.zeros(LOGIT_BINS, dtype=torch.float64))
         self.register_buffer("fitted", torch.zeros((), dtype=torch.float64))  # 1, or 0 for the identity
 
+    def limits(self) -> dict[str, Limits]:
+        """A rising map of probabilities."""
+        return {"values": Limits(0.0, 1.0, rising=True), "fitted": SHARE}
+
     def _fit(self, data: FitData) -> Fitted:
         histogram = histogram_over(data.cases, classwise=False)
         count, positive = histogram.counts[0], histogram.positive[0]
@@ -175,6 +180,14 @@ class HistogramBinning(Calibrator):
         """Edges and values for every class."""
         self.edges = self.edges.new_zeros(num_classes, self.num_bins - 1)
         self.values = self.values.new_ones(num_classes, self.num_bins)
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """Of edges and values, and the mark of the identity."""
+        return {"edges": (num_classes, self.num_bins - 1), "values": (num_classes, self.num_bins), "fitted": ()}
+
+    def limits(self) -> dict[str, Limits]:
+        """Rising edges in log p, and probabilities."""
+        return {"edges": Limits(-torch.inf, 0.0, rising=True), "values": SHARE, "fitted": SHARE}
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments."""

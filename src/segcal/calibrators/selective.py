@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
-from segcal.calibrators.composed import Base, allocate, base_calibrator, describe, fit_base, mapped
-from segcal.calibrators.first_pass import LOWEST, FirstPass
+from segcal.calibrators.composed import (
+    Base,
+    allocate,
+    base_calibrator,
+    base_shapes,
+    describe,
+    fit_base,
+    mapped,
+)
+from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.limits import COUNT, LOWEST, Limits
 from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts, mean_loss
 from segcal.errors import InputError
 from segcal.sampling import VoxelSample
@@ -84,6 +93,17 @@ class SelectiveScaling(Calibrator):
             self.register_buffer(f"weight{index}", torch.zeros(outputs, inputs, device=self.beta.device))
             self.register_buffer(f"bias{index}", torch.zeros(outputs, device=self.beta.device))
         allocate(self.base, num_classes)
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """Of the selector, T1 and the counts, and those of the base."""
+        own: dict[str, tuple[int, ...]] = {"beta": (), "counts": (2, 2)}
+        for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
+            own |= {f"weight{index}": (outputs, inputs), f"bias{index}": (outputs,)}
+        return own | base_shapes(self.base, num_classes)
+
+    def limits(self) -> dict[str, Limits]:
+        """T1 raises no confidence."""
+        return {"beta": Limits(1 / _LARGE_T, 1.0), "counts": COUNT}
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments; the base as its id and its own arguments."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,8 @@ from torch import Tensor
 from segcal.errors import DataError, check_name
 from segcal.results import number, plain
 from segcal.types import FitReport
+
+T = TypeVar("T")
 
 # A file with a map for each channel of multi-label data has the second version, so that nobody takes it for one map.
 _FORMAT, _VERSION, _WITH_CHANNELS = "segcal.calibrator", 1, 2
@@ -73,34 +75,64 @@ def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
         about = json.loads(metadata["segcal"], object_hook=_with_infinities)
         if about["format"] != _FORMAT or about["version"] not in (_VERSION, _WITH_CHANNELS):
             raise ValueError(f"format {about['format']} version {about['version']}")
-        names = about["class_names"] and tuple(about["class_names"])
+        num_classes = check_num_classes(about["num_classes"])
         stored = Stored(
-            tensors, about["id"], about["arguments"], int(about["num_classes"]), names, _report(about["fit_report"])
+            {name: _check_type(name, tensor) for name, tensor in tensors.items()},
+            _check("id", about["id"], str),
+            _check("arguments", about["arguments"], dict),
+            num_classes,
+            _class_names(about["class_names"], num_classes),
+            _report(about["fit_report"]),
         )
         if about["version"] == _WITH_CHANNELS:
             stored = stored._replace(channels=_channels(stored, about["channels"]))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"cannot be read ({type(error).__name__}: {error})",
             where=str(path),
             expected=f"a complete file written by Calibrator.save ({_FORMAT}, version {_VERSION})",
         ) from None
     check_name("calibrator", stored.id, known, where=str(path), error=DataError)
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise DataError(f"parameter '{name}' is not finite", where=str(path), fix="fit and save it again")
     return stored
 
 
-def _channels(whole: Stored, channels: Sequence[Mapping[str, Any]]) -> dict[str, Stored]:
+def check_num_classes(value: Any) -> int:
+    """A number of classes."""
+    if type(value) is not int or not 2 <= value < 2**31:
+        raise ValueError(f"num_classes is {value!r}")
+    return value
+
+
+def _check(name: str, value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}, and not a {kind.__name__}")
+    return value
+
+
+def _check_type(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"'{name}' is {tensor.dtype}, and not float32 or float64")
+    return tensor
+
+
+def _class_names(names: Any, num_classes: int) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    found = tuple(_check("a class name", name, str) for name in _check("class_names", names, list))
+    if len(found) != num_classes:
+        raise ValueError(f"{len(found)} class names for {num_classes} classes")
+    return found
+
+
+def _channels(whole: Stored, channels: Any) -> dict[str, Stored]:
     """The maps of the channels, each with the tensors that are its own."""
-    prefixes = [f"channels.{index}." for index in range(len(channels))]
+    prefixes = [f"channels.{index}." for index in range(len(_check("channels", channels, list)))]
     if not channels or any(not name.startswith(tuple(prefixes)) for name in whole.tensors):
         raise ValueError(f"{len(channels)} channels with the tensors {', '.join(whole.tensors)}")
     found = {
-        str(about["name"]): whole._replace(
+        _check("a channel's name", about["name"], str): whole._replace(
             tensors={name.removeprefix(own): t for name, t in whole.tensors.items() if name.startswith(own)},
-            arguments=about["arguments"],
+            arguments=_check("arguments", about["arguments"], dict),
             fit_report=_report(about["fit_report"]),
         )
         for own, about in zip(prefixes, channels, strict=True)
@@ -110,10 +142,20 @@ def _channels(whole: Stored, channels: Sequence[Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def _report(told: Mapping[str, Any] | None) -> FitReport | None:
+def _report(told: Any) -> FitReport | None:
+    """The report; raises where it lacks a number, or holds one of another kind."""
     if told is None:
         return None
-    return FitReport(**{**told, "certificate": number(told["certificate"]), "notes": tuple(told["notes"])})
+    return FitReport(
+        nll_before=number(told["nll_before"]),
+        nll_after=number(told["nll_after"]),
+        converged=_check("converged", told["converged"], bool),
+        certificate=number(told["certificate"]),
+        iterations=_check("iterations", told["iterations"], int),
+        seconds=number(told["seconds"]),
+        voxels_used=_check("voxels_used", told["voxels_used"], int),
+        notes=tuple(_check("a note", note, str) for note in _check("notes", told["notes"], list)),
+    )
 
 
 def _with_infinities(item: dict[str, Any]) -> dict[str, Any]:

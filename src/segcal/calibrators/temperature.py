@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
-from segcal.calibrators.first_pass import HIGHEST, LOWEST
+from segcal.calibrators.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import AffineMap
@@ -65,6 +65,10 @@ class TemperatureScaling(Calibrator):
         """One."""
         return ParameterCount(1, 1)
 
+    def limits(self) -> dict[str, Limits]:
+        """Those of the fit."""
+        return {"beta": BETA}
+
     def _scores(self, logits: Tensor) -> Tensor:
         # The difference to the maximum is exact; a product of large logits would round away small margins.
         return (logits - logits.amax(1, keepdim=True)) * self.beta.to(logits)
@@ -105,7 +109,8 @@ class TemperatureScaling(Calibrator):
             solution, slope, curvature = minimum(solution.value, _FLAT_TOLERANCE)
         beta, after = solution.value, solution.objective
         if 0 < abs(slope) <= _SMALL_STEP * beta * curvature and not solution.active:
-            beta, after = beta - slope / curvature, after - 0.5 * slope**2 / curvature
+            beta = min(max(beta - slope / curvature, LOWEST), HIGHEST)
+            after -= 0.5 * slope**2 / curvature
         if after > nll_before:
             beta, after = 1.0, nll_before
         self.beta.fill_(beta)

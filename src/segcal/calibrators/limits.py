@@ -1,0 +1,70 @@
+"""What the tensors of a calibrator may hold: checked wherever a state is loaded, from a file or a state dict."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from segcal.errors import InputError
+
+#: 1 / temperature is kept within these: beyond, every softmax is uniform or one-hot to float32.
+LOWEST, HIGHEST = 1e-3, 1e3
+# Weights of networks are of the order of 1; with these, arithmetic stays finite for all finite logits.
+_LARGEST = 1e6
+# Sums of weights err by this at most.
+_ROUNDING = 1e-6
+
+
+class Limits(NamedTuple):
+    """Numbers from ``low`` to ``high``, for all alike or of the tensor's shape.
+
+    ``rising``: none is below the one before it along the last axis. ``same_sum``: what the last axis sums to is the
+    same everywhere, and ``total`` says what it is.
+    """
+
+    low: float | Tensor = -_LARGEST
+    high: float | Tensor = _LARGEST
+    rising: bool = False
+    same_sum: bool = False
+    total: float | None = None
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise where a tensor does not keep them.
+
+        Examples:
+            >>> Limits(0.0, 1.0).check("beta", torch.tensor(-1.0))
+            Traceback (most recent call last):
+            segcal.errors.InputError: 'beta' holds -1; expected numbers from 0 to 1. To fix: fit and save it again.
+        """
+        fix = "fit and save it again"
+        if not tensor.numel():
+            return
+        values = tensor.detach().double().cpu()
+        if not bool(torch.isfinite(values).all()):
+            raise InputError(f"'{name}' is not finite", expected="numbers", fix=fix)
+        low, high = (torch.as_tensor(bound, dtype=torch.float64).expand_as(values) for bound in (self.low, self.high))
+        outside = (values < low) | (values > high)
+        if bool(outside.any()):
+            raise InputError(
+                f"'{name}' holds {float(values[outside][0]):g}",
+                expected=f"numbers from {float(low[outside][0]):g} to {float(high[outside][0]):g}",
+                fix=fix,
+            )
+        if self.rising and bool((values.diff(dim=-1) < 0).any()):
+            raise InputError(f"'{name}' falls", expected="numbers that rise along the last axis", fix=fix)
+        if self.same_sum or self.total is not None:
+            sums = values.sum(-1).reshape(-1)
+            wanted = sums.mean() if self.total is None else torch.tensor(self.total, dtype=torch.float64)
+            worst = sums[(sums - wanted).abs().argmax()]
+            if float((worst - wanted).abs()) > _ROUNDING * max(1.0, float(values.abs().max())):
+                raise InputError(f"'{name}' sums to {float(worst):g}", expected=f"{float(wanted):g}", fix=fix)
+
+
+#: Of 1 / temperature.
+BETA = Limits(LOWEST, HIGHEST)
+#: Of shares, probabilities, and what is either 0 or 1.
+SHARE = Limits(0.0, 1.0)
+#: Of counts.
+COUNT = Limits(0.0, torch.inf)
