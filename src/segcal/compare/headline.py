@@ -68,18 +68,17 @@ def ece_caveat(choice: Choice, evidence: Evidence) -> list[str]:
 
 
 def _by_criterion(choice: Choice, evidence: Evidence) -> dict[str, str]:
-    name = f"{evidence.methods[choice.method]['name']} ({choice.method}), chosen by NLL on validation cases,"
-    kept = "" if sum(evidence.flips[choice.method][kind] for kind in FLIPS) else "changes no label and "
+    name = f"{evidence.methods[choice.method]['name']}, chosen by NLL on validation cases,"
+    kept = "" if sum(evidence.flips[choice.method][kind] for kind in FLIPS) else " and changes no label"
     before, after = (evidence.summary[key, "nll"]["mean"] for key in (UNCALIBRATED, choice.method))
     moved = f"from {before:.4f} to {after:.4f}"
     verdict = evidence.differences[choice.method, "nll"]["verdict"]
-    if verdict == "better" and 0 < before < math.inf:
-        return _sentence(f"{name} {kept}lowers NLL on test cases by {share_less(before, after)}, {moved}.")
     if verdict == "better":
-        return _sentence(f"{name} {kept}lowers NLL on test cases {moved}.")
+        share = f" by {share_less(before, after)}" if 0 < before < math.inf else ""
+        return _sentence(f"{name} lowers it{share} on test cases{kept}.")
     if verdict == "worse":
-        return _sentence(f"{name} {kept}makes NLL on test cases worse: {moved}.", "worse")
-    return _sentence(f"{name} {kept}takes NLL on test cases {moved}: too small a change to be sure of.")
+        return _sentence(f"{name} makes it worse on test cases: {moved}.", "worse")
+    return _sentence(f"{name} hardly changes it on test cases{kept}: {moved}, too little to be sure of.")
 
 
 def _by_ece(choice: Choice, evidence: Evidence) -> dict[str, str]:

@@ -144,7 +144,7 @@ function numberCard(metric, own) {
   return html(
     "div",
     { class: "card" },
-    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", by which methods are chosen" : ""),
+    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", the criterion" : ""),
     html(
       "p",
       { class: "big" },
