@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.kernels import fast_maps
+from segcal.kernels.survey import survey
 
 #: Confidences that divide the strata,
 CONFIDENCES = (0.6, 0.9, 0.99, 0.999)
@@ -72,8 +72,8 @@ class VoxelSample:
         """The voxels with these indices."""
         return replace(
             self,
-            logits=self.logits[chosen],
-            labels=self.labels[chosen],
+            logits=_rows(self.logits, chosen),
+            labels=_rows(self.labels, chosen),
             strata=self.strata[chosen],
             keys=self.keys[chosen],
         )
@@ -110,17 +110,19 @@ class VoxelSampler:
         self._held = self._seen = 0
 
     def add(self, logits: Tensor, labels: Tensor, valid: Tensor) -> None:
-        """Show it ``logits (N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``."""
+        """Show it ``logits (N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``; raises where one is unfit."""
+        self.draw(logits, labels, survey(logits, labels, CONFIDENCES, mask=valid).strata)
+
+    def draw(self, logits: Tensor, labels: Tensor, strata: NDArray[np.int64]) -> None:
+        """Show it voxels whose strata are known; see ``segcal.kernels.survey``."""
         logits, flat_labels = logits.detach(), labels.reshape(-1)
-        strata = _strata(logits, labels)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
-        kept, keys = _choose(strata, valid.reshape(-1).cpu().numpy(), first, self._highest, self._sizes)
+        kept, keys = _choose(strata, first, self._highest, self._sizes)
         self._seen += len(strata)
         item, place = np.divmod(kept, max(1, len(strata) // max(1, len(logits))))
         scores = logits.flatten(2) if logits.ndim > 2 else logits[:, :, None]
-        index = torch.from_numpy(item).to(logits.device), slice(None), torch.from_numpy(place).to(logits.device)
-        drawn = flat_labels[torch.from_numpy(kept).to(labels.device)].cpu().long()
-        chosen = scores[index].cpu()
+        drawn = _rows(flat_labels, kept).long()
+        chosen = _rows(scores.movedim(1, -1), item, place)
         chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
         self._parts.append(VoxelSample(chosen, drawn, strata[kept], keys, self._sizes))
         self._held += len(kept)
@@ -157,36 +159,30 @@ class VoxelSampler:
         return replace(self._thin(self.voxels), sizes=self._sizes.copy())
 
 
-def _strata(logits: Tensor, labels: Tensor) -> NDArray[np.int64]:
-    """``(2 winner + right) levels + level`` of every voxel, flat."""
-    fast = fast_maps(logits)
-    if fast is not None:
-        strata: NDArray[np.int64] = fast.strata(logits, labels, CONFIDENCES)
-        return strata
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    best, winner = scores.max(1)
-    confidence = 1 / (scores - best.unsqueeze(1)).exp().sum(1)
-    level = torch.bucketize(confidence, torch.tensor(CONFIDENCES, device=scores.device, dtype=confidence.dtype))
-    return ((winner * 2 + (winner == labels)) * (len(CONFIDENCES) + 1) + level).reshape(-1).cpu().numpy()
+def _rows(values: Tensor, *places: NDArray[np.int64]) -> Tensor:
+    """The values at these places, on the CPU; by numpy where it can, for torch's threads may wait for one another."""
+    if values.device.type == "cpu" and values.dtype != torch.bfloat16:
+        return torch.from_numpy(values.numpy()[places])
+    return values[tuple(torch.from_numpy(own).to(values.device) for own in places)].cpu()
 
 
 def _choose(
     strata: NDArray[np.int64],
-    valid: NDArray[np.bool_],
     first: np.uint64,
     highest: NDArray[np.uint64],
     sizes: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Indices and keys of the valid voxels whose key is low enough; ``sizes`` grows by all valid ones."""
+    """Indices and keys of the voxels whose key is low enough; ``sizes`` grows by all that have a stratum."""
     try:
         from segcal.kernels.choose_loops import choose
     except ImportError:  # no numba
         keys = _hash(first + np.arange(len(strata), dtype=np.uint64))
+        valid = strata >= 0
         sizes += np.bincount(strata[valid], minlength=len(sizes))
         kept = np.flatnonzero(valid & (keys <= highest[strata]))
         return kept, keys[kept]
     kept, keys = np.empty(len(strata) + 1, np.int64), np.empty(len(strata) + 1, np.uint64)
-    count = choose(strata, valid, first, highest, sizes, kept, keys)
+    count = choose(strata, first, highest, sizes, kept, keys)
     return kept[:count].copy(), keys[:count].copy()
 
 

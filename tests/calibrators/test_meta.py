@@ -5,7 +5,8 @@ import torch
 
 import segcal
 from segcal.calibrators import TemperatureScaling, meta
-from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts
+from segcal.calibrators.first_pass import SampleNLL
+from segcal.calibrators.measured import Detection, detection_counts
 from segcal.calibrators.meta import MetaCal, entropy
 from segcal.errors import InputError
 from segcal.sampling import VoxelSampler
@@ -88,7 +89,7 @@ def test_the_derivatives_of_the_nll():
     z = torch.randn((1, 3, 40), generator=torch.Generator().manual_seed(0))
     sampler = VoxelSampler(3, 100)
     sampler.add(z, torch.randint(0, 3, (1, 40), generator=torch.Generator().manual_seed(1)), torch.ones(1, 40).bool())
-    function = FlaggedNLL.of(sampler.sample())
+    function = SampleNLL.of(sampler.sample())
     step = 1e-5
     lower, (_, slope, curvature), upper = (function(0.7 + shift) for shift in (-step, 0.0, step))
     assert slope == pytest.approx((upper[0] - lower[0]) / (2 * step), rel=1e-6)

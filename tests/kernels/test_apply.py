@@ -1,11 +1,11 @@
-"""Temperature scaling and strata by the fast kernel, against the definition and on awkward input."""
+"""Temperature scaling by the fast kernel, against the definition and on awkward input."""
 
 import numpy as np
 import pytest
 import torch
 
 from segcal.errors import InputError
-from segcal.kernels.apply_cpu import apply_temperature, strata
+from segcal.kernels.apply_cpu import apply_temperature
 from segcal.scores import keep_argmax
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,17 +152,3 @@ def test_float64_is_refused_rather_than_rounded():
 
 def test_no_voxel_is_no_trouble():
     assert apply_temperature(torch.zeros(0, 3, 4, 5), 0.7).shape == (0, 3, 4, 5)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_strata_are_winner_correctness_and_confidence(shape):
-    z = example(shape)
-    edges = (0.6, 0.9, 0.99)
-    labels = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(2))
-    confidence, winner = z.double().softmax(1).max(1)
-    level = sum((confidence > edge).long() for edge in edges)
-    expected = (2 * winner + (winner == labels)) * 4 + level
-    clear = torch.stack([(confidence - edge).abs() > 1e-6 for edge in edges]).all(0).flatten().numpy()
-    found = strata(z, labels, edges, threads=2)
-    assert np.array_equal(found[clear], expected.flatten().numpy()[clear])
-    assert clear.mean() > 0.99

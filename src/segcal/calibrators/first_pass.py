@@ -7,18 +7,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import brentq
+from torch import Tensor
 
 from segcal.calibrators.limits import HIGHEST, LOWEST
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
-from segcal.sampling import VoxelSample, VoxelSampler
+from segcal.errors import SegcalError
+from segcal.kernels.survey import survey
+from segcal.sampling import CONFIDENCES, VoxelSample, VoxelSampler
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
-from segcal.statistics import VoxelStatistics
+from segcal.solvers import newton_1d
 from segcal.types import Chunk
 
 # Voxels of the sample that the temperature is fitted to.
 _TEMPERATURE_VOXELS = 50_000
+# Slope of its NLL by 1 / temperature that is none.
+_TEMPERATURE_SLOPE = 1e-10
 # Scores in a sample, whatever is asked for: 128 MB of float32, which bind only where there are some hundred classes.
 _SCORES = 2**25
 
@@ -36,26 +39,24 @@ class FirstPass:
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
         """Read all cases once; raises where scores or labels are unfit."""
-        statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
         sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
-        impossible = False
+        true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
         for case in cases:
             try:
                 for chunk in case.chunks():
-                    statistics.update(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
-                    impossible |= check_possible(chunk)
-                    sampler.add(chunk.logits, chunk.labels, chunk.valid)
+                    seen = survey(
+                        chunk.logits, chunk.labels, CONFIDENCES, ignore_index=case.ignore_index, mask=chunk.mask
+                    )
+                    sampler.draw(chunk.logits, chunk.labels, seen.strata)
+                    true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
             except SegcalError as error:
                 raise error.at(case=case.id) from None
             del case
-        if not statistics.count():
-            raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
-        total = statistics.total()
-        nll = float(total.losses.sum(0)[0]) / statistics.count()
         sample = sampler.sample()
         if impossible:
             sample = replace(sample, logits=only_possible(sample.logits))
-        return cls(sample, total.confusion.sum(1), total.confusion.sum(0), nll, impossible)
+        predicted = sample.sizes.reshape(cases.num_classes, -1).sum(1)
+        return cls(sample, true, predicted, nll / sample.total, impossible)
 
     @property
     def num_classes(self) -> int:
@@ -69,7 +70,8 @@ class FirstPass:
 
     def beta(self) -> float:
         """1 / temperature of the sample's least NLL, within bounds."""
-        return TemperatureSlope(self.sample.thin(_TEMPERATURE_VOXELS)).root()
+        loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS))
+        return newton_1d(loss, 1.0, (LOWEST, HIGHEST), tolerance=_TEMPERATURE_SLOPE).value
 
 
 def most_voxels(num_classes: int) -> int:
@@ -88,31 +90,35 @@ def check_possible(chunk: Chunk) -> bool:
     return bool((depth > DEPTH).any())
 
 
-class TemperatureSlope:
-    """The derivative of a sample's mean NLL by beta = 1/T: the mean over voxels of ``E_p[z] - z_y``."""
+@dataclass(frozen=True)
+class SampleNLL:
+    """The NLL of some voxels, per voxel of the data, as a function of 1 / T, with two derivatives; it is convex.
 
-    def __init__(self, sample: VoxelSample) -> None:
+    ``gaps (n, C)`` and ``label_gap (n,)`` are scores relative to the best, in float64.
+    """
+
+    gaps: Tensor
+    label_gap: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, sample: VoxelSample) -> SampleNLL:
+        """All voxels of a sample."""
         z = sample.logits.double()
-        self.gaps = z - z.amax(1, keepdim=True)
-        self.label_gap = self.gaps.gather(1, sample.labels[:, None])[:, 0]
-        self.weights = torch.from_numpy(sample.weights / sample.total)
+        gaps = z - z.amax(1, keepdim=True)
+        return cls(gaps, gaps.gather(1, sample.labels[:, None])[:, 0], torch.from_numpy(sample.weights / sample.total))
 
-    def __call__(self, beta: float) -> float:
-        """At a beta."""
-        p = (beta * self.gaps).softmax(1)
-        expected = torch.where(p > 0, p * self.gaps, 0.0).sum(1)
-        return float(self.weights @ (expected - self.label_gap))
+    def where(self, flagged: Tensor) -> SampleNLL:
+        """Some of these voxels, ``flagged (n,)`` bool."""
+        return SampleNLL(self.gaps[flagged], self.label_gap[flagged], self.weights[flagged])
 
-    def root(self) -> float:
-        """Where it is zero, or the bound that it points to."""
-        if self(LOWEST) >= 0:
-            return LOWEST
-        if self(HIGHEST) <= 0:
-            return HIGHEST
-        return float(brentq(self, LOWEST, HIGHEST, xtol=1e-12, rtol=1e-10))
-
-    def curvature(self, beta: float) -> float:
-        """The second derivative by log beta, near the optimum: ``beta^2 Var_p[z]``."""
-        p = (beta * self.gaps).softmax(1)
+    def __call__(self, beta: float) -> tuple[float, float, float]:
+        """Value, slope and curvature."""
+        scaled = beta * self.gaps
+        p = scaled.softmax(1)
         z = torch.where(p > 0, self.gaps, 0.0)
-        return beta**2 * float(self.weights @ ((p * z**2).sum(1) - (p * z).sum(1) ** 2))
+        mean = (p * z).sum(1)
+        values = scaled.logsumexp(1) - beta * self.label_gap
+        variance = (p * z**2).sum(1) - mean**2
+        slope, curvature = float(self.weights @ (mean - self.label_gap)), float(self.weights @ variance)
+        return float(self.weights @ values), slope, curvature

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
-from segcal.calibrators.first_pass import TemperatureSlope, check_possible
+from segcal.calibrators.first_pass import check_possible
 from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.sampling import VoxelSample
 from segcal.statistics import VoxelStatistics
 from segcal.types import Chunk
 
@@ -81,39 +79,6 @@ def detection_counts(wrong: Tensor, flagged: Tensor, weights: NDArray[np.float64
     """What ``Detection.of`` takes, from bool ``wrong`` and ``flagged (n,)`` and how many each voxel stands for."""
     index = (2 * wrong.long() + flagged.long()).numpy()
     return torch.from_numpy(np.bincount(index, weights, 4).reshape(2, 2))
-
-
-@dataclass(frozen=True)
-class FlaggedNLL:
-    """The NLL of some voxels, per voxel of the data, as a function of 1 / T, with two derivatives; it is convex.
-
-    ``gaps (n, C)`` and ``label_gap (n,)`` are scores relative to the best, in float64.
-    """
-
-    gaps: Tensor
-    label_gap: Tensor
-    weights: Tensor
-
-    @classmethod
-    def of(cls, sample: VoxelSample) -> FlaggedNLL:
-        """All voxels of a sample."""
-        slope = TemperatureSlope(sample)
-        return cls(slope.gaps, slope.label_gap, slope.weights)
-
-    def where(self, flagged: Tensor) -> FlaggedNLL:
-        """Some of these voxels, ``flagged (n,)`` bool."""
-        return FlaggedNLL(self.gaps[flagged], self.label_gap[flagged], self.weights[flagged])
-
-    def __call__(self, beta: float) -> tuple[float, float, float]:
-        """Value, slope and curvature."""
-        scaled = beta * self.gaps
-        p = scaled.softmax(1)
-        z = torch.where(p > 0, self.gaps, 0.0)
-        mean = (p * z).sum(1)
-        values = scaled.logsumexp(1) - beta * self.label_gap
-        variance = (p * z**2).sum(1) - mean**2
-        slope, curvature = float(self.weights @ (mean - self.label_gap)), float(self.weights @ variance)
-        return float(self.weights @ values), slope, curvature
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted
-from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.first_pass import FirstPass, SampleNLL
 from segcal.calibrators.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
-from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts, mean_loss
+from segcal.calibrators.measured import Detection, detection_counts, mean_loss
 from segcal.errors import InputError
 from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
@@ -134,7 +134,7 @@ class MetaCal(Calibrator):
         """T by the NLL of what is not rejected."""
         sample = first.sample
         kept = entropy(sample.logits.double()) <= self.gamma
-        solution = newton_1d(FlaggedNLL.of(sample).where(kept), 1.0, (LOWEST, HIGHEST))
+        solution = newton_1d(SampleNLL.of(sample).where(kept), 1.0, (LOWEST, HIGHEST))
         self.beta.fill_(solution.value)
         return solution
 

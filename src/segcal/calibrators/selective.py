@@ -18,9 +18,9 @@ from segcal.calibrators.composed import (
     fit_base,
     mapped,
 )
-from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.first_pass import FirstPass, SampleNLL
 from segcal.calibrators.limits import COUNT, LOWEST, Limits
-from segcal.calibrators.measured import Detection, FlaggedNLL, detection_counts, mean_loss
+from segcal.calibrators.measured import Detection, detection_counts, mean_loss
 from segcal.errors import InputError
 from segcal.sampling import VoxelSample
 from segcal.scores import keep_argmax
@@ -328,7 +328,7 @@ class _Choice(NamedTuple):
 
 def _least_nll(sample: VoxelSample, suspicion: Tensor, begins: float | None) -> _Choice:
     """The choice of least NLL: T1 exactly, as that is convex, where suspicion begins among some of its quantiles."""
-    everything = FlaggedNLL.of(sample)
+    everything = SampleNLL.of(sample)
     thresholds = [begins] if begins is not None else suspicion.quantile(torch.linspace(0, 1, _THRESHOLDS + 1)).tolist()
     choices = []
     for threshold in thresholds:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -141,33 +141,6 @@ def apply_bins(logits: Tensor, edges: Tensor, values: Tensor, threads: int | Non
         )
 
     return _map(logits, new_loop, threads)
-
-
-def strata(
-    logits: Tensor, labels: Tensor, confidences: Sequence[float], threads: int | None = None
-) -> NDArray[np.int64]:
-    """The stratum of every voxel of logits ``(N, C, *spatial)``, flat: by winner, correctness and confidence.
-
-    It is ``(2 winner + right) (n + 1) + level`` with ``level`` the number of the n ``confidences`` that are below the
-    voxel's. A voxel with NaN is of no use, and in any stratum.
-
-    Examples:
-        >>> strata(torch.tensor([[4.0, 0.0], [0.0, 0.1]]), torch.tensor([0, 0]), (0.6, 0.9))
-        array([5, 6])
-    """
-    classes, voxels = logits.shape[1], as_voxels(logits, labels)
-    count, edges = workers(voxels, threads), np.array(confidences, np.float32)
-    out = np.empty(labels.numel(), np.int64)
-
-    def work(turn: int) -> None:
-        block = apply_loops.new_block(classes, block_size(classes))
-        for piece in itertools.islice(voxels.pieces(), turn, None, count):
-            x, columns = matrix(voxels, piece)
-            flat = np.ascontiguousarray(voxels.flat(labels, piece).numpy(), np.int64)
-            apply_loops.strata_range(x, columns.start, columns.stop, flat, edges, block, out[piece.offset :])
-
-    in_threads(work, count)
-    return out
 
 
 def _map(logits: Tensor, new_loop: Callable[[int], Loop], threads: int | None) -> Tensor:

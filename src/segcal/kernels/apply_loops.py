@@ -155,20 +155,3 @@ def temperature_range(x, start, stop, beta, rounding, b, out, to):
         for v in range(size):
             b.own[v] = b.best[v]
         write_log_softmax(b, x, first, size, beta, True, b.winner, rounding, out, to + first - start)
-
-
-@elementwise
-def strata_range(x, start, stop, labels, edges, b, out):
-    """Write the strata of columns ``start..stop`` of ``x (C, V)``; ``labels`` and ``out`` begin at ``start``."""
-    block = b.best.shape[0]
-    for first in range(start, stop, block):
-        size = min(block, stop - first)
-        largest(x, first, size, b.best, b.winner)
-        sum_others(x, first, size, b.best, b.winner, _ONE, b.rest)
-        here, to = labels[first - start : first - start + size], out[first - start : first - start + size]
-        for v in range(size):
-            winner = np.int64(b.winner[v])
-            to[v] = (2 * winner + (winner == here[v])) * (edges.shape[0] + 1)
-        for edge in edges:
-            for v in range(size):
-                to[v] += _ONE / (_ONE + b.rest[v]) > edge

@@ -14,17 +14,20 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 @elementwise
-def choose(strata, valid, first, highest, sizes, kept, keys):
-    """Count the valid voxels of every stratum, and list those whose key is low enough. Returns how many there are."""
+def choose(strata, first, highest, sizes, kept, keys):
+    """Count the voxels of every stratum, and list those whose key is low enough. Returns how many there are.
+
+    Voxels whose stratum is negative do not count.
+    """
     n = 0
     for v in range(len(strata)):
-        if not valid[v]:
+        stratum = strata[v]
+        if stratum < 0:
             continue
         x = (first + np.uint64(v)) * _FIRST
         x = (x ^ (x >> _SHIFTS[0])) * _SECOND
         x = (x ^ (x >> _SHIFTS[1])) * _THIRD
         key = x ^ (x >> _SHIFTS[2])
-        stratum = strata[v]
         sizes[stratum] += 1
         kept[n] = v
         keys[n] = key

@@ -58,7 +58,7 @@ class FineHistogram:
     def _add(self, voxels: Voxels) -> None:
         """The definition."""
         for piece in voxels.pieces():
-            scores, labels = (tensor.cpu() for tensor in voxels.checked(piece))
+            scores, labels, _ = (tensor.cpu() for tensor in voxels.checked(piece))
             log_p = log_probabilities(scores[None])[0]
             rows = torch.arange(len(log_p)) if self.classwise else torch.zeros(len(log_p), dtype=torch.int64)
             places = logit_bin(log_p) + LOGIT_BINS * rows[:, None]

@@ -53,7 +53,7 @@ def temperature_sums(
 def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
     total = TemperatureSums()
     for piece in voxels.pieces():
-        z, y = voxels.checked(piece)
+        z, y, _ = voxels.checked(piece)
         d = (z - z.amax(0)) * beta
         log_p = d.log_softmax(0)
         p, own = log_p.exp(), d.gather(0, y[None])[0]

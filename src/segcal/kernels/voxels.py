@@ -152,10 +152,10 @@ class Voxels:
         """The piece's part of an ``(N, *spatial)`` tensor, ``(v,)``."""
         return tensor[piece.images][piece.window].reshape(-1)[piece.columns]
 
-    def checked(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels; raises where one is unfit.
+    def checked(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels, and which these are ``(v,)``.
 
-        Impossible classes are at -inf, and no label is one of them.
+        Raises where one is unfit. Impossible classes are at -inf, and no label is one of them.
         """
         scores, columns = self.scores(piece)
         labels = self.flat(self.labels, piece)
@@ -170,7 +170,7 @@ class Voxels:
         bad |= best - z.gather(0, y.clamp(0, len(z) - 1)[None])[0] > DEPTH
         if bool(bad.any()):
             raise self.bad_voxel(piece.offset + int(valid.nonzero()[bad.nonzero()[0, 0], 0]))
-        return z.masked_fill(best - z > DEPTH, -torch.inf), y
+        return z.masked_fill(best - z > DEPTH, -torch.inf), y, valid
 
     def bad_voxel(self, flat: int) -> InputError:
         """The error for the voxel with this flat index, which has an impossible label or scores without softmax."""
