@@ -147,9 +147,9 @@ def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
 def _check_limits(module: nn.Module, _: Any) -> None:
     """Raise where a calibrator was given what it cannot hold; its base and its channels were asked before."""
     assert isinstance(module, CalibratorModule)
-    if module.num_classes is None:
+    if module.num_classes is None or module.channels is not None:
         return
     limits = module.limits()
     for name, tensor in module.tensors().items():
-        if not name.startswith(("base.", "channels.")):
+        if not name.startswith("base."):
             limits.get(name, Limits()).check(name, tensor)
