@@ -7,7 +7,7 @@ neighbours of a voxel. So nobody but this module decides what a calibrator is sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,15 @@ class Classified(Protocol):
         """The channels of multi-label data; None for ordinary data."""
 
 
+@runtime_checkable
+class PerChannel(Classified, Protocol):
+    """A calibrator that has a map for each channel, where it was fitted to multi-label data."""
+
+    @property
+    def channels(self) -> Any:
+        """The calibrators, in the order of ``channel_names``; None for ordinary data."""
+
+
 class _Function:
     """A plain function as a calibrator; nothing is known of it, so it sees whole cases."""
 
@@ -95,6 +104,14 @@ def as_calibrator(calibrator: AnyCalibrator) -> CaseCalibrator:
     if calibrator is None:
         return _Uncalibrated()
     return calibrator if isinstance(calibrator, CaseCalibrator) else _Function(calibrator)
+
+
+def of_channel(calibrator: AnyCalibrator, index: int) -> AnyCalibrator:
+    """What calibrates one channel of multi-label data: its own map, or the function that all of them share."""
+    if isinstance(calibrator, PerChannel) and calibrator.channel_names is not None:
+        own: CaseCalibrator = calibrator.channels[index]
+        return own
+    return calibrator
 
 
 def check_classes(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from segcal.case_measures import (
+    CaseResult,
     SecondPasses,
     add_case_again,
     case_views,
@@ -19,13 +22,13 @@ from segcal.case_measures import (
     reduced_rows,
     second_passes,
 )
-from segcal.case_scores import AnyCalibrator, check_classes
+from segcal.case_scores import AnyCalibrator, check_classes, of_channel
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError, check_seed, check_whole
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
-from segcal.metrics.diagnosis import diagnose
+from segcal.metrics.diagnosis import diagnose, diagnose_channels
 from segcal.plan import DEFAULT_BINS, Plan
-from segcal.results import POOLED, Results, Row
+from segcal.results import POOLED, Results, Row, mean_over_channels
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.threads import torch_threads
 from segcal.types import Case
@@ -117,32 +120,56 @@ def evaluate_many(
         check_classes(cases, calibrator)
     run = _Run(plan, cases, calibrators, min(workers, len(cases)), progress)
     shares = run.over_cases(_first_share, frozenset(cases.ids if counted is None else counted))
-    found: dict[str, Results] = {}
-    pooled = {name: _merged([share[name].pooled for share in shares]) for name in calibrators}
-    second = {name: second_passes(plan, own, "pooled") for name, own in pooled.items()}
+    pooled = {key: _merged([share[key].pooled for share in shares]) for key in shares[0]}
+    second = {key: second_passes(plan, own, "pooled") for key, own in pooled.items()}
     if any(second.values()):
         for share in run.over_cases(_second_share, second):
-            for name, passes in share.items():
+            for key, passes in share.items():
                 for number, one in passes.items():
-                    second[name][number].merge(one)
+                    second[key][number].merge(one)
+    found = {
+        key: _results(plan, cases, [share[key] for share in shares], pooled[key], second[key]) for key in shares[0]
+    }
+    about = {name: {**_about(plan, cases, own), "groups": groups} for name, own in calibrators.items()}
+    if cases.channel_names is None:
+        return {name: replace(found[name, 0], about=about[name]) for name in calibrators}
+    return {
+        name: _of_channels({c: found[name, k] for k, c in enumerate(cases.channel_names)}, about[name])
+        for name in calibrators
+    }
+
+
+def _results(
+    plan: Plan, cases: CaseSet, parts: Sequence[_Share], pooled: VoxelStatistics, second: SecondPasses
+) -> Results:
     order = {name: index for index, name in enumerate(cases.ids)}
-    for name, calibrator in calibrators.items():
-        parts = [share[name] for share in shares]
-        rows = sorted((row for part in parts for row in part.rows), key=lambda row: order[str(row.case)])
-        rows += reduced_rows(plan, POOLED, pooled[name], second[name])
-        per_case = {case: bins for part in parts for case, bins in part.reliability.items()}
-        found[name] = Results(
-            rows=tuple(rows),
-            about={**_about(plan, cases, calibrator), "groups": groups},
-            reliability=_reliability(_merged([part.counted for part in parts]), per_case),
-            diagnosis=diagnose(
-                pooled[name],
-                balances=[value for part in parts for value in part.balances],
-                spreads=[value for part in parts for value in part.spreads],
-                class_names=cases.class_names,
-            ),
-        )
-    return found
+    rows = sorted((row for part in parts for row in part.rows), key=lambda row: order[str(row.case)])
+    rows += reduced_rows(plan, POOLED, pooled, second)
+    return Results(
+        rows=tuple(rows),
+        reliability=_reliability(
+            _merged([part.counted for part in parts]),
+            {case: bins for part in parts for case, bins in part.reliability.items()},
+        ),
+        diagnosis=diagnose(
+            pooled,
+            balances=[value for part in parts for value in part.balances],
+            spreads=[value for part in parts for value in part.spreads],
+            class_names=cases.class_names,
+        ),
+    )
+
+
+def _of_channels(channels: Mapping[str, Results], about: Mapping[str, Any]) -> Results:
+    """Means over the channels of multi-label data, and the results of each; no histogram mixes their voxels."""
+    rows = mean_over_channels([own.rows for own in channels.values()])
+    rows += [row._replace(channel=name) for name, own in channels.items() for row in own.rows]
+    return Results(
+        rows=tuple(rows),
+        about=about,
+        reliability={name: own.reliability for name, own in channels.items()},
+        diagnosis=diagnose_channels({name: own.diagnosis for name, own in channels.items()}),
+    )
 
 
 class _Run(NamedTuple):
@@ -163,8 +190,12 @@ class _Run(NamedTuple):
         return in_workers(function, calls, self.progress)
 
 
+# A calibrator's name, and a channel of multi-label data; of ordinary data the only one.
+_Key = tuple[str, int]
+
+
 class _Share(NamedTuple):
-    """What some cases gave through one calibrator."""
+    """What some cases gave through one calibrator, in one channel."""
 
     rows: list[Row]
     balances: list[float]
@@ -181,54 +212,72 @@ def _first_share(
     counted: frozenset[str],
     *,
     progress: Progress,
-) -> dict[str, _Share]:
-    found: dict[str, _Share] = {}
-    for name in calibrators:
+) -> dict[_Key, _Share]:
+    found: dict[_Key, _Share] = {}
+    for key in itertools.product(calibrators, range(len(cases.channel_names or ("",)))):
         pooled = plan.statistics(cases.num_classes)
-        found[name] = _Share([], [], [], {}, pooled, pooled if counted >= set(cases.ids) else pooled.empty_like())
+        found[key] = _Share([], [], [], {}, pooled, pooled if counted >= set(cases.ids) else pooled.empty_like())
     for case in cases:
         progress(case.id)
-        with _at(case) as threads:
-            results = measure_case(plan, case, calibrators, threads)
-        for name, result in results.items():
-            share, statistics = found[name], result.statistics
-            share.rows.extend(result.rows)
-            share.balances.append(confidence_balance(statistics))
-            share.spreads.append(free_energy_std(statistics))
-            share.reliability[case.id] = {region: _bins(statistics, region) for region in (EVERYTHING, *plan.regions)}
-            share.pooled.merge(statistics)
-            if share.counted is not share.pooled and case.id in counted:
-                share.counted.merge(statistics)
-        del case  # Otherwise it would live on while the next one is awaited.
+        for k, own, maps in _channels(cases, case, calibrators):
+            with _at(cases, case, k) as threads:
+                results = measure_case(plan, own, maps, threads)
+            for name, result in results.items():
+                _add(found[name, k], case.id, result, plan, counted)
+        del case, own  # Otherwise it would live on while the next one is awaited.
     return found
+
+
+def _channels(
+    cases: CaseSet, case: Case, calibrators: _Calibrators
+) -> Iterator[tuple[int, Case, dict[str, AnyCalibrator]]]:
+    """The channels of a case, with what calibrates them; an ordinary case is the only one of its own."""
+    if cases.channel_names is None:
+        yield 0, case, dict(calibrators)
+        return
+    for k in range(len(cases.channel_names)):
+        yield k, case.channel(k), {name: of_channel(calibrator, k) for name, calibrator in calibrators.items()}
+
+
+def _add(share: _Share, case: str, result: CaseResult, plan: Plan, counted: frozenset[str]) -> None:
+    statistics = result.statistics
+    share.rows.extend(result.rows)
+    share.balances.append(confidence_balance(statistics))
+    share.spreads.append(free_energy_std(statistics))
+    share.reliability[case] = {region: _bins(statistics, region) for region in (EVERYTHING, *plan.regions)}
+    share.pooled.merge(statistics)
+    if share.counted is not share.pooled and case in counted:
+        share.counted.merge(statistics)
 
 
 def _second_share(
     plan: Plan,
     cases: CaseSet,
     calibrators: _Calibrators,
-    second: Mapping[str, SecondPasses],
+    second: Mapping[_Key, SecondPasses],
     *,
     progress: Progress,
-) -> dict[str, SecondPasses]:
-    own = {name: {number: one.empty_like() for number, one in passes.items()} for name, passes in second.items()}
+) -> dict[_Key, SecondPasses]:
+    found = {key: {number: one.empty_like() for number, one in passes.items()} for key, passes in second.items()}
     for case in cases:
         progress(case.id)
-        with _at(case) as threads:
-            add_case_again(case_views(plan, case, calibrators, threads), own)
-        del case
-    return own
+        for k, own, maps in _channels(cases, case, calibrators):
+            with _at(cases, case, k) as threads:
+                add_case_again(case_views(plan, own, maps, threads), {name: found[name, k] for name in calibrators})
+        del case, own
+    return found
 
 
 @contextmanager
-def _at(case: Case) -> Iterator[int]:
-    """Torch on one thread, for light work; gives the number of threads for heavy work. Errors name the case."""
+def _at(cases: CaseSet, case: Case, channel: int) -> Iterator[int]:
+    """Torch on one thread, for light work; gives the number of threads for heavy work. Errors name case and channel."""
     threads = torch.get_num_threads()
     try:
         with torch_threads(1):
             yield threads
     except SegcalError as error:
-        raise error.at(case=case.id) from None
+        where = f"channel '{cases.channel_names[channel]}'" if cases.channel_names else None
+        raise error.at(case=case.id, where=where) from None
 
 
 def _merged(parts: Sequence[VoxelStatistics]) -> VoxelStatistics:
@@ -263,6 +312,7 @@ def _about(plan: Plan, cases: CaseSet, calibrator: AnyCalibrator) -> dict[str, A
         "cases": len(cases),
         "num_classes": cases.num_classes,
         "class_names": list(cases.class_names) if cases.class_names else None,
+        "channels": list(cases.channel_names) if cases.channel_names else None,
         "ignore_index": cases.ignore_index,
         "background": cases.background,
         "without_background": list(plan.without_background),

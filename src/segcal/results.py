@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +18,18 @@ from segcal.inference import FEW_GROUPS, bootstrap_interval
 #: The case of a pooled row: no case can be named so.
 POOLED = None
 # Version 2: pooled rows have no case (they had one called "(pooled)", as a real case may be), rows count misses.
-_FORMAT, _VERSION = "segcal.Results", 2
+# Version 3: rows have a channel. Earlier ones are read, too.
+_FORMAT, _VERSION = "segcal.Results", 3
+_ONCE_POOLED = "(pooled)"
 
 
 class Row(NamedTuple):
     """One number: a metric in a region of a case, or of all cases pooled, and how many things it averages.
 
     ``case`` is None in pooled rows. ``missed`` counts the classes that are in one of prediction and labels only, for
-    metrics of surfaces, which have no distance for them (``segcal.metrics.surfaces``).
+    metrics of surfaces, which have no distance for them (``segcal.metrics.surfaces``). ``channel`` is that of
+    multi-label data; without one, the row of such data is the mean over the channels where the metric is defined, and
+    ``count`` says how many these are.
     """
 
     case: str | None
@@ -34,6 +38,7 @@ class Row(NamedTuple):
     value: float
     count: int  # type: ignore[assignment]  # the column is named so; nobody counts in a row with tuple.count
     missed: int = 0
+    channel: str = ""
 
 
 class SummaryRow(NamedTuple):
@@ -42,7 +47,7 @@ class SummaryRow(NamedTuple):
     ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
     its 95% bootstrap interval over cases, or over groups of cases where the data have some, ``pooled`` the value of
     all voxels together (NaN where that has no meaning). ``missed`` is the number of missed classes in all cases
-    together.
+    together. ``channel`` is that of the rows.
     """
 
     region: str
@@ -54,6 +59,7 @@ class SummaryRow(NamedTuple):
     cases: int
     undefined: int
     missed: int
+    channel: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,9 @@ class Results:
         about: What was evaluated and how: data, groups of cases, calibrator, classes, bins, seed, versions.
         reliability: Region to reliability data, for the top label and for every predicted class.
         diagnosis: Findings in words and numbers.
+
+    Of multi-label data, rows without a channel are means over the channels, ``reliability`` has the same for each
+    channel by its name, and ``channel(name)`` are the results of one.
 
     Examples:
         >>> rows = [Row("a", "everything", "ece", 0.1, 9), Row("b", "everything", "ece", 0.3, 9)]
@@ -80,27 +89,45 @@ class Results:
     reliability: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
 
-    def value(self, metric: str, region: str = "everything", case: str | None = POOLED) -> float:
-        """One value; pooled over all cases unless one is named."""
+    def value(self, metric: str, region: str = "everything", case: str | None = POOLED, *, channel: str = "") -> float:
+        """One value; pooled over all cases unless one is named, the mean over channels unless one is named."""
         for row in self.rows:
-            if (row.case, row.region, row.metric) == (case, region, metric):
+            if (row.case, row.region, row.metric, row.channel) == (case, region, metric, channel):
                 return row.value
+        of_channel = f" in channel {channel!r}" if channel else ""
         raise InputError(
-            f"no value of {metric!r} in {region!r} for {'all cases pooled' if case is POOLED else repr(case)}",
+            f"no value of {metric!r} in {region!r} for {'all cases pooled' if case is POOLED else repr(case)}"
+            + of_channel,
             expected="one of " + ", ".join(sorted({f"{row.metric} in {row.region}" for row in self.rows})),
         )
 
-    def values(self, metric: str, region: str = "everything") -> dict[str, float]:
-        """The values of every case, by its name."""
-        rows = (row for row in self.rows if (row.region, row.metric) == (region, metric))
+    def values(self, metric: str, region: str = "everything", *, channel: str = "") -> dict[str, float]:
+        """The values of every case, by its name; means over channels unless one is named."""
+        rows = (row for row in self.rows if (row.region, row.metric, row.channel) == (region, metric, channel))
         return {row.case: row.value for row in rows if row.case is not POOLED}
 
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of the channels of multi-label data; none of ordinary data."""
+        return tuple(self.about.get("channels") or ())
+
+    def channel(self, name: str) -> Results:
+        """The results of one channel of multi-label data, as those of ordinary data."""
+        if name not in self.channels:
+            raise InputError(f"channel {name!r}", expected=f"one of {', '.join(self.channels) or 'none'}")
+        return Results(
+            rows=tuple(row._replace(channel="") for row in self.rows if row.channel == name),
+            about={**self.about, "channels": None},
+            reliability=self.reliability[name],
+            diagnosis=self.diagnosis["channels"][name],
+        )
+
     def summary(self, *, seed: int = 0) -> list[SummaryRow]:
-        """Every metric in every region over all cases, in the order of the rows."""
-        columns: dict[tuple[str, str], list[Row]] = {}
+        """Every metric in every region and channel over all cases, in the order of the rows."""
+        columns: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
-            columns.setdefault((row.region, row.metric), []).append(row)
-        return [_summarise(region, metric, rows, self.groups, seed) for (region, metric), rows in columns.items()]
+            columns.setdefault((row.channel, row.region, row.metric), []).append(row)
+        return [_summarise(rows, self.groups, seed) for rows in columns.values()]
 
     @property
     def groups(self) -> Mapping[str, str] | None:
@@ -142,9 +169,11 @@ class Results:
         """Read what ``to_json`` wrote."""
         try:
             content = json.loads(Path(path).read_text())
-            if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+            if content["format"] != _FORMAT or content["version"] not in range(1, _VERSION + 1):
                 raise ValueError(f"format {content['format']}, version {content['version']}")
-            rows = tuple(Row(c, r, m, number(v), *counts) for c, r, m, v, *counts in content["rows"])
+            rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
+            if content["version"] == 1:
+                rows = tuple(row._replace(case=POOLED) if row.case == _ONCE_POOLED else row for row in rows)
             return cls(rows, content["about"], content["reliability"], content["diagnosis"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
@@ -159,9 +188,25 @@ class Results:
             temporary.write_text(text.getvalue())
 
 
-def _summarise(
-    region: str, metric: str, rows: Iterable[Row], groups: Mapping[str, str] | None, seed: int
-) -> SummaryRow:
+def mean_over_channels(channels: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of some channels, which are alike but for their values, as rows of their means.
+
+    Examples:
+        >>> one, other = [Row("a", "everything", "ece", 0.1, 9)], [Row("a", "everything", "ece", 0.3, 9)]
+        >>> mean_over_channels([one, other])
+        [Row(case='a', region='everything', metric='ece', value=0.2, count=2, missed=0, channel='')]
+    """
+    found = []
+    for rows in zip(*channels, strict=True):
+        assert len({row[:3] for row in rows}) == 1, "the same plan for every channel"
+        defined = [row.value for row in rows if not math.isnan(row.value)]
+        mean = math.fsum(defined) / len(defined) if defined else math.nan
+        missed = sum(row.missed for row in rows)
+        found.append(rows[0]._replace(value=mean, count=len(defined), missed=missed))
+    return found
+
+
+def _summarise(rows: Sequence[Row], groups: Mapping[str, str] | None, seed: int) -> SummaryRow:
     pooled = math.nan
     values: list[float] = []
     names: list[str] = []
@@ -179,7 +224,9 @@ def _summarise(
     if groups is not None:
         own = [groups[name] for name, value in zip(names, values, strict=True) if not math.isnan(value)]
     low, high = bootstrap_interval(defined, groups=own, seed=seed)
-    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), len(values) - len(defined), missed)
+    region, metric, channel = rows[0].region, rows[0].metric, rows[0].channel
+    undefined = len(values) - len(defined)
+    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), undefined, missed, channel)
 
 
 def _encode(value: float) -> float | str | None:

@@ -5,12 +5,12 @@ from PIL import Image
 
 from segcal.calibrators import TemperatureScaling, VectorScaling
 from segcal.compare import compare
-from segcal.compare.browser import CASES, PIXELS, SLICES, chosen_cases, write_browser
+from segcal.compare.browser import CASES, PIXELS, SLICES, Place, chosen_cases, write_browser
 from segcal.synthetic import Temperature, scenes
 
 
 def drawn(cases, calibrator, folder):
-    values = {metric: {name: 0.1 * place for place, name in enumerate(cases.ids)} for metric in ("ece", "nll")}
+    values = {metric: {Place(name): 0.1 * place for place, name in enumerate(cases.ids)} for metric in ("ece", "nll")}
     own = None if calibrator is None else lambda name: calibrator
     return write_browser(cases, own, "m", before=values, after=values, folder=folder)
 

@@ -231,6 +231,25 @@ def _extras(result, chosen, measured, random):
     }  # fmt: skip
 
 
+def multi_label(study, names=("liver", HOSTILE)):
+    """Make the study one of multi-label data, as the study would write it."""
+    data = study["about"]["data"]
+    data.update(class_names=["outside", "inside"], channel_names=list(names), num_classes=2)
+    study["channels"] = [
+        {"name": name, "summary": [{**row, "mean": row["mean"] * (1 + k)} for row in study["summary"]]}
+        for k, name in enumerate(names)
+    ]
+    tops = [row for row in study["reliability"] if row["class"] is None]
+    study["reliability"] = [{**row, "channel": name} for row in tops for name in names]
+    for entry in study["shift"]:
+        entry["reliability"] = [{**row, "channel": name} for row in entry["reliability"] for name in names]
+    for found in study["diagnosis"].values():
+        own = [{**found, "set": {**found["set"], "balance": b, "verdict": v}}
+               for b, v in ((0.2, "overconfident"), (-0.1, "underconfident"))]  # fmt: skip
+        found.update(set={**found["set"], "verdict": "mixed"}, classes={}, channels=dict(zip(names, own, strict=True)))
+    return study
+
+
 def harm(study, method="cms-op", metric="ece", region="everything"):
     """Make a recommended method worse than none in one metric, as the study would say it."""
     mean = {row["method"]: row for row in study["summary"] if (row["metric"], row["region"]) == (metric, region)}

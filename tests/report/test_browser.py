@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from report.example import HOSTILE, harm, write
+from report.example import HOSTILE, harm, multi_label, write
 from report.pages import opened, scroll_to_end
 from segcal.compare.browser import _classes
 from segcal.report import write_report
@@ -66,7 +66,14 @@ def crowded(folder):
     return study
 
 
-STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, fallen_back, crowded)}
+def channels(folder):
+    """Multi-label data."""
+    study = multi_label(write(folder, cases=12, methods=3, slices=1))
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, fallen_back, crowded, channels)}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_a_method_that_is_the_same_map_as_another_says_so(browser, reports):
         assert "groups: p" in page.locator("#statistics").inner_text()
 
 
-@pytest.mark.parametrize("name", ["volumes", "images", "bare", "crowded"])
+@pytest.mark.parametrize("name", ["volumes", "images", "bare", "crowded", "channels"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_complaint_and_no_sideways_scrolling(browser, reports, name, width):
     with opened(browser, reports(name)[0], viewport={"width": width, "height": 844}) as page:
@@ -122,6 +129,23 @@ def test_sections_come_in_order(browser, reports):
         ]  # fmt: skip
         links = page.locator("nav a").evaluate_all("all => all.map((each) => each.hash.slice(1))")
         assert links == ids
+
+
+def test_channels_are_shown_one_by_one(browser, reports):
+    address, study = reports("channels")
+    with opened(browser, address) as page:
+        table = page.locator("#channels table")
+        heads = table.locator("thead th").all_inner_texts()
+        assert [head.split("\n")[0] for head in heads] == ["Method", "liver", "liver", HOSTILE, HOSTILE]
+        (mean,) = (row["mean"] for row in study["channels"][1]["summary"]
+                   if (row["method"], row["region"], row["metric"]) == ("ts", "everything", "nll"))  # fmt: skip
+        assert f"{mean:.3f}" in table.locator("tbody tr").nth(1).inner_text()
+        chooser = page.get_by_label("Channel", exact=True)
+        assert chooser.locator("option").all_inner_texts() == ["liver", HOSTILE]
+        chooser.select_option(index=1)
+        assert "Pooled ECE" in page.locator("#reliability").inner_text()
+        words = page.locator("#diagnosis .findings").inner_text()
+        assert f"too sure in liver; not sure enough in {HOSTILE}" in words
 
 
 def test_the_headline_says_what_how_and_how_sure(browser, reports):

@@ -169,13 +169,14 @@ class Calibrator(CalibratorModule, ABC):
         def fit_channel(index: int, own: CaseSet, held_out: CaseSet | None) -> Calibrator:
             # Channels that were tuned keep the strengths they have.
             tuned = self.channel_names == cases.channel_names
-            start = copy.deepcopy(self._channels[index]) if tuned else self.single()
+            start = copy.deepcopy(self.per_channel[index]) if tuned else self.single()
             return start.fit(own, validation=held_out, voxels=voxels, seed=seed)
 
         return self.take_channels(cases.channel_names, for_each_channel(fit_channel, cases, validation))
 
     @property
-    def _channels(self) -> Sequence[Calibrator]:
+    def per_channel(self) -> Sequence[Calibrator]:
+        """The maps of ``channels``, none where there is one map."""
         return cast("Sequence[Calibrator]", self.channels or ())
 
     def take_channels(self, names: Sequence[str], channels: Sequence[Calibrator]) -> Self:
@@ -218,13 +219,13 @@ class Calibrator(CalibratorModule, ABC):
     def size(self) -> int:
         """Numbers that were fitted: by the published formula where there is one, else all that the file holds."""
         if self.channels is not None:
-            return sum(own.size() for own in self._channels)
+            return sum(own.size() for own in self.per_channel)
         count = None if self.num_classes is None else self.parameter_count(self.num_classes)
         return count.optimised if count else sum(tensor.numel() for tensor in self.tensors().values())
 
     def summary(self) -> str:
         """The map in a few numbers where it has few, else how many it has; that of every channel."""
-        named = zip(self.channel_names or (), self._channels, strict=True)
+        named = zip(self.channel_names or (), self.per_channel, strict=True)
         return "; ".join(f"{name}: {own.summary()}" for name, own in named) or self._summary()
 
     def _summary(self) -> str:
@@ -252,7 +253,7 @@ class Calibrator(CalibratorModule, ABC):
             return self._log_probs(logits, image)
         parts = [split_channels(self.channel_names, z) for z in ([logits] if isinstance(logits, Tensor) else logits)]
         found = []
-        for index, own in enumerate(self._channels):
+        for index, own in enumerate(self.per_channel):
             members = [part[index] for part in parts]
             seen = image if image is None or len(image) == 1 else image[index : index + 1]
             found.append(own(members[0] if isinstance(logits, Tensor) else members, seen))
@@ -284,7 +285,7 @@ class Calibrator(CalibratorModule, ABC):
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """Rows of a case and their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
-        return self._pieces(case) if self.channels is None else channel_pieces(self._channels, case)
+        return self._pieces(case) if self.channels is None else channel_pieces(self.per_channel, case)
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """What ``pieces`` gives, of one map."""
@@ -329,6 +330,6 @@ class Calibrator(CalibratorModule, ABC):
             num_classes=self.num_classes,
             class_names=self.class_names,
             fit_report=self.fit_report,
-            channels=[(own.arguments(), own.fit_report) for own in self._channels],
+            channels=[(own.arguments(), own.fit_report) for own in self.per_channel],
             channel_names=self.channel_names,
         )

@@ -20,6 +20,7 @@ from segcal.files import check_writable
 from segcal.folders import check_apart
 from segcal.maps import open_maps, write_maps
 from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
+from segcal.metrics.diagnosis import channels_in_words
 from segcal.plan import parse_metric
 from segcal.regions import REGIONS
 from segcal.results import Results
@@ -109,14 +110,30 @@ def _show(results: Results, as_json: bool) -> None:
 
 
 def show_results(results: Results) -> None:
-    """Print results as a table with the diagnosis in words."""
+    """Print results as a table with the diagnosis in words; of multi-label data channel by channel, then the means."""
+    for name in results.channels:
+        out.print(f"[bold]{escape(name)}[/]")
+        own = results.channel(name)
+        _show_table(own)
+        for line in diagnosis_in_words(own):
+            out.print(line, soft_wrap=True)
+        out.print()
+    if results.channels:
+        out.print(f"[bold]mean over {len(results.channels)} channels[/]")
+    _show_table(results)
+    _show_notes(results)
+    for line in diagnosis_in_words(results):
+        out.print(line, soft_wrap=True)
+
+
+def _show_table(results: Results) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("region", "metric"):
         table.add_column(column)
     for column in ("pooled", "per image", "95% interval", "images"):
         table.add_column(column, justify="right")
     previous = ""
-    for row in results.summary():
+    for row in (row for row in results.summary() if not row.channel):
         notes = [f"{row.undefined} undefined"] if row.undefined else []
         notes += [f"{row.missed} classes missed"] if row.missed else []
         table.add_row(
@@ -129,6 +146,9 @@ def show_results(results: Results) -> None:
         )
         previous = row.region
     show_table(table)
+
+
+def _show_notes(results: Results) -> None:
     if binned := [name for name in dict.fromkeys(row.metric for row in results.rows) if "num_bins" in _unsaid(name)]:
         out.print(f"{results.about['bins']} bins: {', '.join(binned)}", soft_wrap=True, markup=False)
     if without := results.about["without_background"]:
@@ -137,8 +157,6 @@ def show_results(results: Results) -> None:
         out.print(f"without the background, {named}: {', '.join(without)}", soft_wrap=True, markup=False)
     for note in results.notes():
         out.print(f"[yellow]note[/] {note}", soft_wrap=True)
-    for line in diagnosis_in_words(results):
-        out.print(line, soft_wrap=True)
 
 
 def _unsaid(metric: str) -> set[str]:
@@ -152,6 +170,9 @@ def diagnosis_in_words(results: Results) -> list[str]:
     found = results.diagnosis
     images = ", ".join(f"{count} {word}" for word, count in found["images"].items() if count)
     overall = f"NLL - entropy = {found['set']['balance']:+.4f} nats per voxel"
+    if results.channels:
+        mixed = f"[bold]{found['set']['verdict']}[/]: {escape(channels_in_words(found))}"
+        return [f"{mixed} ({overall}, the mean over {len(results.channels)} channels)"]
     lines = [f"[bold]{found['set']['verdict']}[/] ({overall}); images: {images}"]
     for scope in ("classes", "bands"):
         words: dict[str, list[str]] = {}

@@ -90,18 +90,24 @@ def fit_command(
             )  # fmt: skip
     calibrator.save(output)
     assert calibrator.fit_report is not None
-    shown: dict[str, dict[str, float]] = {}
+    # Of the whole and, of multi-label data, of each channel: before and after, each metric.
+    shown: dict[str, dict[str, dict[str, float]]] = {}
     if len(split.test):
         for name, chosen in (("before", None), ("after", calibrator)):
             with progress(f"evaluating {name}", len(split.test)) as step:
                 results = evaluate(split.test, chosen, metrics=_SHOWN, progress=step)
-            shown[name] = {metric: results.value(metric) for metric in _SHOWN if chosen or metric != "flip"}
+            for channel in ("", *results.channels):
+                shown.setdefault(channel, {})[name] = {
+                    metric: results.value(metric, channel=channel) for metric in _SHOWN if chosen or metric != "flip"
+                }
     if as_json:
         report = {
             "fit": asdict(calibrator.fit_report),
             "map": calibrator.summary(),
-            "held_out": {"cases": len(split.test), "names": list(split.test.ids), **shown},
+            "held_out": {"cases": len(split.test), "names": list(split.test.ids), **shown.pop("", {})},
         }
+        if shown:
+            report["held_out_channels"] = shown
         out.print_json(json.dumps(plain(report)))
         return
     report_line = calibrator.fit_report
@@ -119,10 +125,14 @@ def fit_command(
         out.print(f"held out, {how}: {escape(some(split.test.ids))}", soft_wrap=True)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column(f"{len(split.test)} held-out cases")
-        for name in shown:
+        for name in shown[""]:
             table.add_column(name, justify="right")
-        for metric in _SHOWN:
-            table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in shown.values()))
+        for channel, found in sorted(shown.items(), key=lambda item: not item[0]):  # the mean comes last
+            if cases.channel_names is not None:
+                table.add_row(escape(channel) or f"mean over {len(shown) - 1} channels", style="bold")
+            for metric in _SHOWN:
+                values = (f"{own[metric]:.4f}" if metric in own else "" for own in found.values())
+                table.add_row(metric, *values)
         show_table(table)
     out.print(f"written to [bold]{escape(str(output))}[/]", soft_wrap=True)
 

@@ -27,7 +27,9 @@ def show_study(study: Study, report: Path) -> None:
     """Print the tables of methods, the recommendation in words, and where the report is."""
     data, found = study.document["about"]["data"], study.recommendation
     out.print(f"[dim]{data['cases']} cases, {escape(data['splits'])}[/]", soft_wrap=True)
-    tables = [_method_table(study), *(_shift_table(study, entry) for entry in study.document["shift"] or ())]
+    channels = [_channel_table(study)] if study.document.get("channels") else []
+    shifted = [_shift_table(study, entry) for entry in study.document["shift"] or ()]
+    tables = [_method_table(study), *channels, *shifted]
     for table, notes in tables:
         show_table(table)
         for note in notes:
@@ -72,6 +74,30 @@ def _method_table(study: Study) -> tuple[Table, list[str]]:
     if any(verdicts.get((method["key"], metric)) == "worse" for method in document["methods"] for metric in shown):
         notes.append("! worse than uncalibrated: the 95% interval of the paired difference does not hold 0")
     return table, [*notes, _costs(study)]
+
+
+def _channel_table(study: Study) -> tuple[Table, list[str]]:
+    """NLL and ECE of all methods in every channel of multi-label data."""
+    channels = study.document["channels"]
+    known = {row["metric"] for row in channels[0]["summary"] if row["region"] == "everything"}
+    shown = [metric for metric in _SHOWN[:2] if metric in known]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title="Channels", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for channel in channels:
+        for metric in shown:
+            table.add_column(f"{escape(channel['name'])} {metric.upper()}", justify="right")
+    rows = {
+        (channel["name"], row["method"], row["metric"]): number(row["mean"])
+        for channel in channels
+        for row in channel["summary"]
+        if row["region"] == "everything"
+    }
+    whole = {(row["method"], row["metric"]): row for row in study.document["summary"] if row["region"] == "everything"}
+    for key in sorted({method for _, method, _ in rows}, key=lambda key: (_place(whole, key, shown), key)):
+        values = [rows[channel["name"], key, metric] for channel in channels for metric in shown]
+        cells = ["-" if math.isnan(value) else f"{value:.4f}" for value in values]
+        table.add_row(f"[bold]{escape(key)} *[/]" if key == study.recommendation["method"] else escape(key), *cells)
+    return table, [f"the table above has means over these {len(channels)} channels, by which methods are chosen"]
 
 
 def _shift_table(study: Study, entry: Mapping[str, Any]) -> tuple[Table, list[str]]:

@@ -10,7 +10,7 @@ from segcal.compare import summarise
 from segcal.compare.evidence import Evidence, Rows
 from segcal.compare.facts import part_voxels
 from segcal.compare.headline import headline
-from segcal.compare.recommend import RULE, Candidate, Choice, choose
+from segcal.compare.recommend import CHANNEL_RULE, RULE, Candidate, Choice, choose
 from segcal.compare.robust import REFERENCE, Shift, is_robust
 from segcal.compare.run import Run
 from segcal.compare.settings import UNCALIBRATED
@@ -59,7 +59,7 @@ def advise(
         "method": choice.method,
         "best": choice.best,
         "shown": _shown(run, choice),
-        "rule": RULE,
+        "rule": RULE if run.cases.channel_names is None else RULE + CHANNEL_RULE,
         "headline": headline(choice, evidence),
         "sentences": sentences(choice, evidence),
         "caveats": caveats(choice, evidence, seed),

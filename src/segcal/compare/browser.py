@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from segcal.calibrators import Calibrator
-from segcal.case_scores import case_scores
+from segcal.case_scores import AnyCalibrator, case_scores, of_channel
 from segcal.cases import CaseSet
 from segcal.files import atomic_path
 from segcal.types import Case
@@ -37,43 +37,56 @@ _KEPT, _HARM, _GAIN, _NEUTRAL = (
 )
 
 
+class Place(NamedTuple):
+    """What is drawn: a case or, of multi-label data, a channel of one."""
+
+    case: str
+    channel: int = 0
+
+
 def write_browser(
     cases: CaseSet,
     calibrator: Callable[[str], Calibrator] | None,
     method: str,
     *,
-    before: Mapping[str, Mapping[str, float]],
-    after: Mapping[str, Mapping[str, float]],
+    before: Mapping[str, Mapping[Place, float]],
+    after: Mapping[str, Mapping[Place, float]],
     folder: Path,
 ) -> list[dict[str, Any]]:
     """Draw some cases, those with the worst ECE before calibration first; PNG files have numbers for names.
+
+    Of multi-label data it is channels of cases that are chosen and drawn.
 
     Args:
         cases: To choose from.
         calibrator: What "after" means for a case; None leaves those panels out.
         method: Its name in the study.
-        before: Metric to the values of every case, uncalibrated.
+        before: Metric to the values of every place, uncalibrated.
         after: The same, calibrated.
         folder: Pictures go to ``browser/`` in it.
     """
     entries = []
-    change = {name: after["nll"][name] - value for name, value in before["nll"].items()} if calibrator else {}
-    for number, (name, title) in enumerate(chosen_cases(before["ece"], change)):
-        case = cases.select([name])[0]
+    change = {place: after["nll"][place] - value for place, value in before["nll"].items()} if calibrator else {}
+    for number, (where, title) in enumerate(chosen_cases(before["ece"], change)):
+        case = cases.select([where.case])[0]
+        own: AnyCalibrator = calibrator and calibrator(where.case)
+        if cases.channel_names is not None:
+            case, own = case.channel(where.channel), of_channel(own, where.channel)
         slices = []
-        for place, panels in enumerate(_panels(case, calibrator and calibrator(name))):
+        for place, panels in enumerate(_panels(case, own)):
             files: list[dict[str, str]] = []
             for panel, pixels in panels["pictures"].items():
                 file = f"browser/{number}-{place}-{len(files)}.png"
                 _save(pixels, folder / file)
                 files.append({"name": panel, "file": file})
             slices.append({"index": panels["index"], "panels": files})
-        numbers = {f"{metric} before": values[name] for metric, values in before.items()}
+        numbers = {f"{metric} before": values[where] for metric, values in before.items()}
         if calibrator is not None:
-            numbers |= {f"{metric} after": values[name] for metric, values in after.items()}
+            numbers |= {f"{metric} after": values[where] for metric, values in after.items()}
         entries.append(
             {
-                "case": name,
+                "case": where.case,
+                "channel": cases.channel_names[where.channel] if cases.channel_names else "",
                 "title": title,
                 "method": method,
                 "shape": list(case.shape[2:]),
@@ -85,8 +98,8 @@ def write_browser(
 
 
 def chosen_cases(
-    ece: Mapping[str, float], change: Mapping[str, float] | None = None, count: int = CASES
-) -> list[tuple[str, str]]:
+    ece: Mapping[Place, float], change: Mapping[Place, float] | None = None, count: int = CASES
+) -> list[tuple[Place, str]]:
     """Names and titles of up to ``count`` cases: a third with the worst ECE, a third helped least, and two kinds more.
 
     Args:
@@ -95,7 +108,9 @@ def chosen_cases(
         count: How many cases, at least 4.
 
     Examples:
-        >>> chosen_cases({"a": 0.3, "b": 0.1, "c": 0.2, "d": 0.15, "e": 0.12, "f": 0.11}, {"b": 0.2}, count=4)
+        >>> a, b, c, d, e, f = (Place(name) for name in "abcdef")
+        >>> found = chosen_cases({a: 0.3, b: 0.1, c: 0.2, d: 0.15, e: 0.12, f: 0.11}, {b: 0.2}, count=4)
+        >>> [(place.case, title) for place, title in found]
         [('a', 'worst ECE'), ('b', 'helped least'), ('d', 'middle ECE'), ('f', 'best ECE')]
     """
     worst_first = _falling(ece)
@@ -114,12 +129,12 @@ def chosen_cases(
     return list(found.items())
 
 
-def _falling(values: Mapping[str, float]) -> list[str]:
+def _falling(values: Mapping[Place, float]) -> list[Place]:
     """Names from the largest value to the smallest; undefined ones come last."""
     return sorted(values, key=lambda name: (math.isnan(values[name]), -values[name], name))
 
 
-def _panels(case: Case, calibrator: Calibrator | None) -> list[dict[str, Any]]:
+def _panels(case: Case, calibrator: AnyCalibrator) -> list[dict[str, Any]]:
     """For every slice shown: its index (None in 2D) and its pictures by name."""
     whole = None if calibrator is None else case_scores(case, calibrator)
     volume = len(case.shape) == 5

@@ -9,7 +9,7 @@ from typing import Any
 
 from segcal.compare import summarise
 from segcal.compare.advice import advise, against_reference, shift_evidence
-from segcal.compare.browser import write_browser
+from segcal.compare.browser import Place, write_browser
 from segcal.compare.describe import describe_metric
 from segcal.compare.facts import absent_classes, distance_unit, label_counts, missed_classes
 from segcal.compare.measuring import Evaluation
@@ -72,6 +72,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
         "reliability": summarise.reliability(test, (EVERYTHING, *settings.regions)),
         "bands": summarise.bands(test, distance_unit(run.cases)) if settings.bands else [],
         "diagnosis": {key: evaluation.diagnosis for key, evaluation in test[0].items()},
+        "channels": _channels(run, test, columns),
         "shift": shift or None,
         "sensitivity": _sensitivity(run, test),
     }
@@ -125,6 +126,15 @@ def _pooled_rows(test: Repeats, columns: summarise.Columns) -> list[dict[str, An
     return rows
 
 
+def _channels(run: Run, test: Repeats, columns: summarise.Columns) -> list[dict[str, Any]]:
+    """The summary of every channel of multi-label data; all else is of the means over channels."""
+    found = []
+    for name in summarise.channel_names(test):
+        own = summarise.of_channel(test, name)
+        found.append({"name": name, "summary": summarise.summary(run.table(own, columns), own, run.settings.seed)})
+    return found
+
+
 def _shift(run: Run) -> tuple[list[dict[str, Any]], list[Shift], list[str]]:
     entries, evidence, warnings = [], [], []
     for one in run.moved:
@@ -157,7 +167,10 @@ def _sensitivity(run: Run, test: Repeats) -> dict[str, Any]:
 
 
 def _browser(run: Run, shown: str | None, test: Repeats) -> list[dict[str, Any]]:
-    """Test cases of all repeats before and after a method, each as the first repeat that tested it has it."""
+    """Test cases of all repeats before and after a method, each as the first repeat that tested it has it.
+
+    Of multi-label data, a channel of a case is drawn as a case is.
+    """
     method = run.method(shown or UNCALIBRATED)
     run.meter.next("drawing cases")
     # The first repeat comes last and has the last word.
@@ -165,7 +178,12 @@ def _browser(run: Run, shown: str | None, test: Repeats) -> list[dict[str, Any]]
     repeat_of = {case: repeat for repeat, found in latest_first for case in found[UNCALIBRATED].values(*_NLL)}
     before, after = (
         {
-            metric: {case: value for _, found in latest_first for case, value in found[key].values(metric).items()}
+            metric: {
+                Place(case, channel): value
+                for _, found in latest_first
+                for channel, part in enumerate(found[key].parts)
+                for case, value in part.values(metric).items()
+            }
             for metric in ("ece", "nll")
         }
         for key in (UNCALIBRATED, method.key)

@@ -9,28 +9,34 @@ import torch
 
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
-from segcal.compare.cache import Store, content_key
+from segcal.compare.cache import Store, class_key, content_key
 from segcal.compare.measuring import Evaluation
 from segcal.errors import SegcalError
 from segcal.types import row_slices
 
 
 def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict[str, list[int]]:
-    """Voxels of every class in every case, without the ignored and the masked out: no fit sees those."""
-    key = content_key(valid=[(i, known[i]) for i in cases.ids], classes=cases.num_classes, ignore=cases.ignore_index)
+    """Voxels of every class in every case, or inside of every channel, without the ignored and the masked out.
+
+    No fit sees those.
+    """
+    key = content_key(valid=[(i, known[i]) for i in cases.ids], classes=class_key(cases))
     kept = store.read("labels", key)
     if kept is not None:
         return kept
     counts = {}
     for ref in cases.refs:
         case = ref.open()
-        total = torch.zeros(cases.num_classes, dtype=torch.int64)
+        total = torch.zeros(len(labelled(cases)), dtype=torch.int64)
         try:
             for rows in row_slices(case.shape):
                 labels, mask = case.rows("labels", rows), case.rows("mask", rows)
                 valid = labels != case.ignore_index
-                counted = labels[valid if mask is None else valid & mask]
-                total += torch.bincount(counted, minlength=cases.num_classes)
+                valid = valid if mask is None else valid & mask
+                if cases.channel_names is None:
+                    total += torch.bincount(labels[valid], minlength=cases.num_classes)
+                else:
+                    total += (valid & (labels == 1)).flatten(1).sum(1)
         except SegcalError as error:
             raise error.at(case=case.id) from None
         counts[ref.id] = total.tolist()
@@ -38,18 +44,19 @@ def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict
 
 
 def part_voxels(cases: CaseSet, part: CaseSet, counts: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Voxels of every class, by its name, in a part of the cases."""
-    return {name: sum(counts[i][k] for i in part.ids) for k, name in enumerate(class_names(cases))}
+    """Voxels of every class or channel, by its name, in a part of the cases."""
+    return {name: sum(counts[i][k] for i in part.ids) for k, name in enumerate(labelled(cases))}
 
 
 def absent_classes(cases: CaseSet, splits: Sequence[Split], counts: Mapping[str, Sequence[int]]) -> list[str]:
     """A warning for every class that the cases have and a calibration part lacks."""
     everywhere = part_voxels(cases, cases, counts)
+    what = "Class" if cases.channel_names is None else "Channel"
     found = []
     for repeat, split in enumerate(splits):
         here = part_voxels(cases, split.calibration, counts)
         found += [
-            f"Class '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt of it."
+            f"{what} '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt of it."
             for name, count in here.items()
             if count == 0 < everywhere[name]
         ]
@@ -72,6 +79,11 @@ def class_names(cases: CaseSet) -> list[str]:
     return list(cases.class_names or map(str, range(cases.num_classes)))
 
 
+def labelled(cases: CaseSet) -> list[str]:
+    """What voxels can be labelled as: classes, or channels of multi-label data."""
+    return class_names(cases) if cases.channel_names is None else list(cases.channel_names)
+
+
 def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
     """What the results say of the data; opens the first case."""
     first = cases[0]
@@ -80,6 +92,7 @@ def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
         "cases": len(cases),
         "num_classes": cases.num_classes,
         "class_names": class_names(cases),
+        "channel_names": None if cases.channel_names is None else list(cases.channel_names),
         "ignore_index": cases.ignore_index,
         "background": cases.background,
         "spatial_rank": len(first.shape) - 2,

@@ -27,7 +27,7 @@ from segcal.workers import worker_pool
 class FitTask:
     """A calibrator to fit: which, to what, and how; ``key`` names the result in the store.
 
-    With ``arguments`` the calibrator is built with them and fitted as it is, without tuning.
+    With ``arguments`` the calibrator is built with them, each channel with its own, and fitted without tuning.
     """
 
     method: str
@@ -37,7 +37,7 @@ class FitTask:
     select: Select
     seed: int
     key: str
-    arguments: Mapping[str, Any] | None = None
+    arguments: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def make(cls, known: Mapping[str, str], variant: str | None, **fields: Any) -> FitTask:
@@ -126,7 +126,9 @@ def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
 def _fitted(task: FitTask) -> Calibrator:
     cls = CALIBRATORS[task.method]
     if task.arguments is not None:
-        return cls(**task.arguments).fit(task.calibration, validation=task.validation, seed=task.seed)
+        names, maps = task.calibration.channel_names, [cls(**own) for own in task.arguments]
+        start = maps[0] if names is None else cls().take_channels(names, maps)
+        return start.fit(task.calibration, validation=task.validation, seed=task.seed)
     # The papers train by Adam and search its settings; the path is that of the exact solver.
     calibrator = cls(solver="adam") if task.tune == "paper" and issubclass(cls, ExpertCalibrator) else cls()
     exact = isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact"

@@ -8,6 +8,7 @@ from segcal.compare.evidence import Evidence
 from segcal.compare.phrases import joined, ordinal, share_less
 from segcal.compare.recommend import Choice
 from segcal.compare.settings import FLIPS, UNCALIBRATED
+from segcal.metrics.diagnosis import in_words
 
 # Another method's ECE is worth a word below this share of the chosen one's, if the paired difference agrees.
 _CLEARLY = 0.9
@@ -21,10 +22,18 @@ _NETWORK = {
 
 def headline(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
     """Sentences, each with its ``tone``: ``plain``, or ``worse`` where it tells of harm."""
-    found = [_sentence(_NETWORK[evidence.diagnosis["set"]["verdict"]])]
+    found = [_sentence(_network(evidence))]
     if choice.method == UNCALIBRATED:
         return [*found, _sentence(f"Leave it as it is: {nothing_better(choice)}.")]
     return [*found, _by_criterion(choice, evidence), _by_ece(choice, evidence), *_by_shift(choice, evidence)]
+
+
+def _network(evidence: Evidence) -> str:
+    """How sure the network is of itself; of multi-label data, of which channels."""
+    verdict = evidence.diagnosis["set"]["verdict"]
+    if verdict == "mixed":
+        return f"The network is not as sure of one channel as of another: {in_words(evidence.diagnosis)}."
+    return _NETWORK[verdict]
 
 
 def nothing_better(choice: Choice) -> str:

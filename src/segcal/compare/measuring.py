@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,13 +28,38 @@ class Evaluation:
     @cached_property
     def _rows(self) -> dict[tuple[str, str], dict[str | None, tuple[float, int]]]:
         found: dict[tuple[str, str], dict[str | None, tuple[float, int]]] = {}
-        for row in (Row(*raw) for raw in self.document["rows"]):
+        for row in self._rows_of(""):
             found.setdefault((row.metric, row.region), {})[row.case] = (number(row.value), row.count)
         return found
 
+    def _rows_of(self, channel: str) -> Iterator[Row]:
+        return (row for row in (Row(*raw) for raw in self.document["rows"]) if row.channel == channel)
+
+    @cached_property
+    def channels(self) -> dict[str, Evaluation]:
+        """The same for each channel of multi-label data, whose own values are means over these; else none."""
+        return {
+            name: Evaluation(
+                {
+                    "rows": [row._replace(channel="") for row in self._rows_of(name)],
+                    "reliability": self.document["reliability"][name],
+                    "diagnosis": self.document["diagnosis"]["channels"][name],
+                    "seconds": self.document["seconds"],
+                    "counted": self.document["counted"],
+                    "channels": [],
+                }
+            )
+            for name in self.document.get("channels", ())
+        }
+
+    @property
+    def parts(self) -> list[Evaluation]:
+        """The channels of multi-label data, or the only one of ordinary data: what voxels may be counted in."""
+        return list(self.channels.values()) or [self]
+
     def missed(self, metric: str) -> int:
         """Classes that a metric of surfaces found in one of prediction and labels only, in all cases together."""
-        return sum(row.missed for row in (Row(*raw) for raw in self.document["rows"]) if row.metric == metric)
+        return sum(row.missed for row in self._rows_of("") if row.metric == metric)
 
     @property
     def columns(self) -> list[tuple[str, str]]:
@@ -58,7 +83,10 @@ class Evaluation:
 
     @property
     def reliability(self) -> Mapping[str, Any]:
-        """Region to bins, of the top label and of every predicted class, of the cases that this repeat counts."""
+        """Region to bins, of the top label and of every predicted class, of the cases that this repeat counts.
+
+        Of multi-label data the same for each channel by its name.
+        """
         bins: Mapping[str, Any] = self.document["reliability"]
         return bins
 
@@ -183,14 +211,19 @@ def _evaluated(
 def _document(results: Results, group: Group, seconds: float) -> dict[str, Any]:
     wanted = {column_name(column) for column in group.columns}
     rows = [list(row) for row in results.rows if _asked(row.metric, row.region, wanted)]
-    bins = {region: {"top": b["top"], "classes": b["classes"]} for region, b in results.reliability.items()}
+    bins = {name: _bins(results.channel(name)) for name in results.channels} or _bins(results)
     return {
         "rows": rows,
         "counted": list(group.counted),
         "reliability": bins,
         "diagnosis": results.diagnosis,
         "seconds": seconds,
+        "channels": list(results.channels),
     }
+
+
+def _bins(results: Results) -> dict[str, Any]:
+    return {region: {"top": b["top"], "classes": b["classes"]} for region, b in results.reliability.items()}
 
 
 def _asked(metric: str, region: str, wanted: set[tuple[str, str]]) -> bool:

@@ -21,6 +21,7 @@ RULE = (
     "is higher than that of ts or of no calibration by more than 0.0001 nats and the 95% interval of the difference, "
     "case by case, lies above 0."
 )
+CHANNEL_RULE = " The NLL of a case is the mean over its channels."
 #: Nats that nobody can see; methods that fall back to a simpler one differ by less.
 NEGLIGIBLE = 1e-4
 _ALLOWED: dict[Preserve, tuple[str | None, ...]] = {

@@ -244,7 +244,7 @@ class Run:
             tune="none",
             select=self.settings.select,
             seed=self.settings.seed,
-            arguments=tuned.arguments(),
+            arguments=[own.arguments() for own in tuned.per_channel or (tuned,)],
         )
         self.meter.next(f"fitting {key} to all calibration and validation cases")
         with self._one_share():

@@ -27,10 +27,15 @@ def same_maps(repeats: Sequence[Mapping[str, Evaluation]], methods: Sequence[Map
     found: dict[str, str] = {}
     for place, key in enumerate(keys):
         simpler = (other for other in keys[:place] if other not in found)
-        twin = next((other for other in simpler if all(_alike(own[key], own[other]) for own in repeats)), None)
+        twin = next((other for other in simpler if all(_same(own[key], own[other]) for own in repeats)), None)
         if twin is not None:
             found[key] = twin
     return found
+
+
+def _same(one: Evaluation, other: Evaluation) -> bool:
+    """Alike in every channel, where there are some."""
+    return all(_alike(*parts) for parts in zip(one.parts, other.parts, strict=True))
 
 
 def _alike(one: Evaluation, other: Evaluation) -> bool:

@@ -8,6 +8,7 @@ where the data have some. Counts of voxels are of every case once, in one of the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,8 +171,8 @@ def flips(repeats: Repeats) -> list[dict[str, Any]]:
     for method in repeats[0]:
         counts = dict.fromkeys(("compared", *FLIPS), 0)
         for found in repeats:
-            for kind in FLIPS:
-                changed, compared = found[method].counted(f"flip[kind={kind}]")
+            for kind, part in itertools.product(FLIPS, found[method].parts):
+                changed, compared = part.counted(f"flip[kind={kind}]")
                 counts[kind] += round(changed)
                 counts["compared"] += compared if kind == FLIPS[0] else 0
         rows.append({"method": method, **counts})
@@ -181,23 +182,37 @@ def flips(repeats: Repeats) -> list[dict[str, Any]]:
 def reliability(
     repeats: Repeats, regions: Sequence[str], *, classes: bool = True, bands: bool = True
 ) -> list[dict[str, Any]]:
-    """Bins of the top label in every region, of each predicted class in those asked for; every case counted once."""
-    rows = []
+    """Bins of the top label in every region, of each predicted class in those asked for; every case counted once.
+
+    Of multi-label data they are of the top label in each channel.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in channel_names(repeats):
+        own = reliability(of_channel(repeats, name), regions, classes=False, bands=bands)
+        rows += [{**row, "channel": name} for row in own]
+    if rows:
+        return rows
     for method, first in repeats[0].items():
         for region in first.reliability:
             if region not in regions and not (bands and region in BANDS):
                 continue
             tops = [found[method].reliability[region]["top"] for found in repeats]
-            rows.append({"method": method, "region": region, "class": None, **_added(tops)})
+            rows.append({"method": method, "region": region, "channel": "", "class": None, **_added(tops)})
             for k in range(len(first.reliability[region]["classes"]) if classes and region in regions else 0):
-                own = _added([found[method].reliability[region]["classes"][k] for found in repeats])
-                if any(own["count"]):
-                    rows.append({"method": method, "region": region, "class": k, **own})
+                bins = _added([found[method].reliability[region]["classes"][k] for found in repeats])
+                if any(bins["count"]):
+                    rows.append({"method": method, "region": region, "channel": "", "class": k, **bins})
     return rows
 
 
 def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
-    """Calibration against the distance to the nearest label boundary, all test cases together, each counted once."""
+    """Calibration against the distance to the nearest label boundary, all test cases together, each counted once.
+
+    Of multi-label data they are means over the channels.
+    """
+    if names := channel_names(repeats):
+        per_channel = [bands(of_channel(repeats, name), unit) for name in names]
+        return [_mean_band(own) for own in zip(*per_channel, strict=True)]
     rows = []
     for method, first in repeats[0].items():
         for band in BANDS:
@@ -223,6 +238,21 @@ def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _mean_band(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    means = {name: _mean([row[name] for row in rows]) for name in ("ece", "nll", "confidence", "accuracy")}
+    return {**rows[0], "count": sum(row["count"] for row in rows), **means}
+
+
+def channel_names(repeats: Repeats) -> list[str]:
+    """The channels of multi-label data; none of ordinary data."""
+    return list(next(iter(repeats[0].values())).channels)
+
+
+def of_channel(repeats: Repeats, name: str) -> Repeats:
+    """The evaluations of one channel."""
+    return [{method: own.channels[name] for method, own in found.items()} for found in repeats]
 
 
 def bin_sensitivity(table: Table, counts: Sequence[int]) -> list[dict[str, Any]]:

@@ -17,12 +17,19 @@ _ARROWS = {"lower": r" $\downarrow$", "higher": r" $\uparrow$", "zero": r" $\to 
 
 
 def csv_text(document: Mapping[str, Any]) -> str:
-    """Method, region, metric, mean, interval, number of cases and pooled value."""
+    """Method, region, metric, mean, interval, number of cases and pooled value.
+
+    Of multi-label data also the channel; rows without one are means over channels.
+    """
     text = io.StringIO(newline="")
-    columns = ("method", "region", "metric", "mean", "low", "high", "n", "pooled")
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    columns = ["method", "region", "metric", "mean", "low", "high", "n", "pooled"]
+    channels = document.get("channels") or ()
+    writer = csv.DictWriter(
+        text, [*columns, "channel"] if channels else columns, extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(document["summary"])
+    writer.writerows({**row, "channel": channel["name"]} for channel in channels for row in channel["summary"])
     return text.getvalue()
 
 

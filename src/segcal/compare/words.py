@@ -13,6 +13,7 @@ from segcal.compare.phrases import chance, change, counted, quoted, with_interva
 from segcal.compare.recommend import Choice
 from segcal.compare.robust import shift_caveats, shift_sentence
 from segcal.compare.settings import FLIPS, UNCALIBRATED
+from segcal.metrics.diagnosis import in_words
 
 #: Below so many, a calibrator depends on which cases it happened to see.
 FEW_CASES = 10
@@ -31,9 +32,11 @@ def sentences(choice: Choice, evidence: Evidence) -> list[str]:
         {metric: with_interval(evidence.summary[key, metric]) for metric in ("nll", "ece")}
         for key in (UNCALIBRATED, choice.method)
     )
+    channels = evidence.diagnosis.get("channels", ())
+    over = f"means over {len(channels)} channels and over test cases" if channels else "means over test cases"
     found = [
-        f"As it is, the network is {evidence.diagnosis['set']['verdict']}: NLL {before['nll']}, "
-        f"ECE {before['ece']}, means over test cases with 95% intervals."
+        f"As it is, the network is {in_words(evidence.diagnosis)}: NLL {before['nll']}, "
+        f"ECE {before['ece']}, {over} with 95% intervals."
     ]
     if choice.method == UNCALIBRATED:
         found.append(f"Leave it as it is: {nothing_better(choice)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from segcal.metrics.calibration import BANDS, class_balances, confidence_balance
@@ -73,6 +73,56 @@ def diagnose(
         "classes": {name: _finding(one) for name, one in zip(names, class_balances(pooled), strict=True)},
         "bands": {band: _finding(confidence_balance(pooled, region=band)) for band in BANDS if band in pooled.regions},
         "gauge": {"free_energy_std": float(spread), "risk": gauge_risk(spread)},
+    }
+
+
+def diagnose_channels(channels: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The findings of each channel of multi-label data, and what they come to: means over channels.
+
+    Over- and underconfident channels are called ``mixed``, not balanced. An image counts once for each channel.
+
+    Examples:
+        >>> import torch
+        >>> over = VoxelStatistics(2).update(torch.tensor([[9.0, 0.0]]), torch.tensor([1]))
+        >>> under = VoxelStatistics(2).update(torch.tensor([[0.1, 0.0]]), torch.tensor([0]))
+        >>> parts = {name: diagnose(s, balances=[], spreads=[]) for name, s in (("a", over), ("b", under))}
+        >>> diagnose_channels(parts)["set"]["verdict"], channels_in_words(diagnose_channels(parts))
+        ('mixed', 'overconfident in a, underconfident in b')
+    """
+    first = next(iter(channels.values()))
+    return {
+        "threshold": BALANCED,
+        "set": _together([own["set"] for own in channels.values()]),
+        "images": {word: sum(own["images"][word] for own in channels.values()) for word in first["images"]},
+        "classes": {},
+        "bands": {band: _together([own["bands"][band] for own in channels.values()]) for band in first["bands"]},
+        # The two scores of a channel are 0 and its logit, or log-probabilities: there is no offset that could vary.
+        "gauge": {"free_energy_std": 0.0, "risk": "none"},
+        "channels": dict(channels),
+    }
+
+
+def in_words(diagnosis: Mapping[str, Any]) -> str:
+    """The verdict of the set or, where channels of multi-label data differ, of each."""
+    verdict: str = diagnosis["set"]["verdict"]
+    return channels_in_words(diagnosis) if verdict == "mixed" else verdict
+
+
+def channels_in_words(diagnosis: Mapping[str, Any]) -> str:
+    """Which channels are over- and underconfident."""
+    words: dict[str, list[str]] = {}
+    for name, own in diagnosis["channels"].items():
+        words.setdefault(own["set"]["verdict"], []).append(name)
+    return ", ".join(f"{word} in {' and '.join(names)}" for word, names in words.items())
+
+
+def _together(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    balance = Measure.mean(own["balance"] for own in findings)
+    words = {own["verdict"] for own in findings}
+    return {
+        "balance": float(balance),
+        "voxels": sum(own["voxels"] for own in findings),
+        "verdict": words.pop() if len(words) == 1 else "mixed",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,19 +70,20 @@ def _reliability(study: Mapping[str, Any], after: str, regions: Sequence[str]) -
     from segcal.plots import reliability_diagram
 
     found = {
-        (row["method"], row["region"]): Reliability(
+        (row["method"], row["region"], row.get("channel", "")): Reliability(
             np.array(row["count"], np.int64), np.array(row["confidence"], np.float64), np.array(row["correct"])
         )
         for row in study["reliability"]
         if row["class"] is None and row["method"] in (_BASELINE, after)
     }
-    for region in regions:
-        own, before = found.get((after, region)), found.get((_BASELINE, region))
+    channels = study["about"]["data"].get("channel_names") or [""]
+    for region, (index, channel) in itertools.product(regions, enumerate(channels)):
+        own, before = found.get((after, region, channel)), found.get((_BASELINE, region, channel))
         if own is not None and before is not None:
-            title = _names(study)[after]
+            title = ", ".join(part for part in (_names(study)[after], channel, region) if part)
             # Regions may be named by the user; files must not leave the folder.
-            safe = re.sub(r"[^\w-]+", "-", region)
-            yield f"reliability-{safe}", reliability_diagram(own, before=before, title=f"{title}, {region}")
+            safe = re.sub(r"[^\w-]+", "-", region) + (f"-channel-{index}" if channel else "")
+            yield f"reliability-{safe}", reliability_diagram(own, before=before, title=title)
 
 
 def _names(study: Mapping[str, Any]) -> dict[str, str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 # In this order: later scripts use what earlier ones define.
 _SCRIPTS = (
-    "dom", "format", "model", "charts", "lines", "headline", "methods", "matrix", "reliability", "bands", "tradeoff",
-    "paired", "browser", "diagnosis", "statistics", "robustness", "definitions", "main",
+    "dom", "format", "model", "charts", "lines", "headline", "methods", "matrix", "channels", "reliability", "bands",
+    "tradeoff", "paired", "browser", "diagnosis", "statistics", "robustness", "definitions", "main",
 )  # fmt: skip
 
 # What could end the script element or start a comment in it. All that is not ASCII is escaped by json itself.

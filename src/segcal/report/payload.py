@@ -20,6 +20,7 @@ _UNDEFINED, _INFINITE, _LARGEST = 65535, 65534, 65533
 _AS_THEY_ARE = (
     "about", "metrics", "methods", "splits", "fits", "summary", "differences", "ranks", "sum_rank", "mean_case_rank",
     "flips", "bands", "diagnosis", "recommendation", "warnings", "sensitivity", "timings",
+    "channels",
 )  # fmt: skip
 _FILES = (
     ("results.json", "every number of this page"),
@@ -27,7 +28,14 @@ _FILES = (
     ("tables.tex", "the summary as a LaTeX table"),
     ("calibrator.safetensors", "the recommended calibrator, for segcal apply"),
 )
-_DEFAULTS: dict[str, Any] = {"fits": [], "sum_rank": {}, "warnings": [], "sensitivity": {}, "timings": {}}
+_DEFAULTS: dict[str, Any] = {
+    "fits": [],
+    "sum_rank": {},
+    "warnings": [],
+    "sensitivity": {},
+    "timings": {},
+    "channels": [],
+}
 
 
 def payload(
@@ -53,7 +61,7 @@ def payload(
     shifted = [{**row, "region": f"shifted: {each['name']}"} for each in shift for row in each.get("reliability") or []]
     result = {name: study.get(name, _DEFAULTS.get(name)) for name in _AS_THEY_ARE}
     result.update(
-        reliability=[_reliability(row) for row in (*study["reliability"], *shifted)],
+        reliability=[_reliability(row, study["about"]["data"]) for row in (*study["reliability"], *shifted)],
         cases=cases,
         browser=browser,
         shift=[{name: each.get(name, []) for name in ("name", "summary", "differences")} for each in shift],
@@ -113,14 +121,15 @@ def _codes(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
     return {"low": low, "step": step, "codes": base64.b64encode(codes.tobytes()).decode()}
 
 
-def _reliability(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Means instead of sums: a few digits of them are enough to draw."""
+def _reliability(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Means instead of sums: a few digits of them are enough to draw. A channel takes the place of a class."""
+    label = data["channel_names"].index(row["channel"]) if row.get("channel") else row["class"]
     count = [int(value) for value in row["count"]]
     mean = {
         name: [None if not n else round(number(value) / n, 5) for value, n in zip(row[sums], count, strict=True)]
         for name, sums in (("confidence", "confidence"), ("accuracy", "correct"))
     }
-    return {"method": row["method"], "region": row["region"], "class": row["class"], "count": count, **mean}
+    return {"method": row["method"], "region": row["region"], "class": label, "count": count, **mean}
 
 
 def _rounded(value: Any) -> Any:

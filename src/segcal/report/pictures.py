@@ -34,7 +34,13 @@ def embed_pictures(
             if panels:
                 slices.append({"index": each["index"], "panels": panels})
         cases.append(
-            {"case": case["case"], "title": case.get("title"), "numbers": case.get("numbers") or {}, "slices": slices}
+            {
+                "case": case["case"],
+                "channel": case.get("channel", ""),
+                "title": case.get("title"),
+                "numbers": case.get("numbers") or {},
+                "slices": slices,
+            }
         )
     remarks = [f"{missing} pictures of cases are not there or are no PNG files."] if missing else []
     kept = _within(cases, most_bytes)

@@ -166,7 +166,7 @@ function browserSection() {
   return section(
     "browser",
     "Look at the cases",
-    `${capital(plural(cases.length, "case"))} from the test sets. Left and right arrow keys change the case${data.spatial_rank === 3 ? ", up and down the slice" : ""}.`,
+    `${capital(plural(cases.length, channels.length ? "channel" : "case"))} ${channels.length ? "of cases " : ""}from the test sets. Left and right arrow keys change the case${data.spatial_rank === 3 ? ", up and down the slice" : ""}.`,
     viewer,
   );
 }
@@ -182,7 +182,8 @@ function picture({ name, picture: code }, each) {
 }
 
 function titleOf(each) {
-  return each.title ? `${each.case} (${each.title})` : each.case;
+  const name = each.channel ? `${each.case}, ${each.channel}` : each.case;
+  return each.title ? `${name} (${each.title})` : name;
 }
 
 // Numbers named "x before" and "x after" become one line "x: before → after".

@@ -46,7 +46,7 @@ function definitionsSection() {
       ],
       [
         "Data",
-        `${data.name}: ${plural(data.cases, "case")}, classes ${data.class_names.join(", ")}; label ${data.ignore_index} is ignored`,
+        `${data.name}: ${plural(data.cases, "case")}, ${channels.length ? "channels" : "classes"} ${(channels.length ? channels : data.class_names).join(", ")}; label ${data.ignore_index} is ignored`,
       ],
       ...Object.entries(about.settings).map(([name, value]) => [
         SETTINGS[name] ?? capital(name.replaceAll("_", " ")),

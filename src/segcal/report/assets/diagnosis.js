@@ -4,6 +4,7 @@ const VERDICT_WORDS = {
   underconfident: "not sure enough",
   balanced: "balanced",
   undefined: "undefined",
+  mixed: "mixed",
 };
 
 const GAUGE = {
@@ -63,20 +64,30 @@ function findings(method) {
       .map(([word, count]) => `${count} ${VERDICT_WORDS[word]}`);
     return `${named.length ? listed(named) : "none"} of ${plural(total, "case")}`;
   };
+  const verdict = (key, scope) => {
+    if (!channels.length) return `${VERDICT_WORDS[of(key).set.verdict]}${scope}: ${images(key)}`;
+    const words = new Map();
+    for (const [name, { set }] of Object.entries(of(key).channels)) {
+      words.set(set.verdict, [...(words.get(set.verdict) ?? []), name]);
+    }
+    return [...words].map(([word, names]) => `${VERDICT_WORDS[word]} in ${listed(names)}`).join("; ");
+  };
   const { free_energy_std: spreadOf, risk } = of(BASELINE).gauge;
   return [
-    `Before, the network is ${VERDICT_WORDS[of(BASELINE).set.verdict]} on the whole: ${images(BASELINE)}.`,
-    of(method) && method !== BASELINE
-      ? `After ${nameOf(method)}, it is ${VERDICT_WORDS[of(method).set.verdict]}: ${images(method)}.`
-      : null,
-    `Free energy, the offset of the logits that probabilities do not see, has a spread of ${brief(spreadOf)} nats within a case. ${GAUGE[risk]}`,
+    `Before, the network is ${verdict(BASELINE, " on the whole")}.`,
+    of(method) && method !== BASELINE ? `After ${nameOf(method)}, it is ${verdict(method, "")}.` : null,
+    // The scores of a channel have no offset.
+    channels.length
+      ? null
+      : `Free energy, the offset of the logits that probabilities do not see, has a spread of ${brief(spreadOf)} nats within a case. ${GAUGE[risk]}`,
   ].filter(Boolean);
 }
 
 function drawDiagnosis(width, method) {
   const of = (key) => study.diagnosis[key] ?? { classes: {}, bands: {} };
   const rows = [
-    ["The whole set", of(BASELINE).set, of(method).set],
+    [channels.length ? "Mean over channels" : "The whole set", of(BASELINE).set, of(method).set],
+    ...channels.map((name) => [name, of(BASELINE).channels[name].set, of(method).channels?.[name].set]),
     ...Object.keys(of(BASELINE).classes).map((name) => [name, of(BASELINE).classes[name], of(method).classes?.[name]]),
     ...Object.keys(of(BASELINE).bands).map((name) => [
       regionName(name),

@@ -2,6 +2,7 @@
 const SECTIONS = [
   [headlineSection, "Summary"],
   [methodsSection, "Methods"],
+  [channelsSection, "Channels"],
   [reliabilitySection, "Reliability"],
   [bandsSection, "Boundary"],
   [tradeoffSection, "Trade-off"],

@@ -5,6 +5,8 @@ const BASELINE = "uncalibrated";
 // The metric that methods are chosen by, on validation cases.
 const CRITERION = "nll";
 const data = study.about.data;
+// Of multi-label data, where every channel is a two-class problem of its own.
+const channels = data.channel_names ?? [];
 const voxels = data.spatial_rank === 3 ? "voxels" : "pixels";
 const methods = study.methods;
 const working = methods.filter((method) => method.status === "ok");

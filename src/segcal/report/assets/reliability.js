@@ -4,12 +4,15 @@ const FEW = 100;
 function reliabilitySection() {
   if (!study.reliability.length) return null;
   const places = [...new Set(study.reliability.map((row) => row.region))];
-  const state = { region: places.includes(mainRegion) ? mainRegion : places[0], class: null };
+  const state = { region: places.includes(mainRegion) ? mainRegion : places[0], class: channels.length ? 0 : null };
   const panels = [panel("Before", BASELINE, state), panel("After", after, state)];
   const classChooser = chooser(
-    "Predicted class",
-    [["", "All classes"], ...data.class_names.map((name, index) => [String(index), name])],
-    "",
+    channels.length ? "Channel" : "Predicted class",
+    [
+      ...(channels.length ? [] : [["", "All classes"]]),
+      ...(channels.length ? channels : data.class_names).map((name, index) => [String(index), name]),
+    ],
+    state.class === null ? "" : String(state.class),
     (value) => {
       state.class = value === "" ? null : Number(value);
       refresh();
@@ -19,7 +22,7 @@ function reliabilitySection() {
   const refresh = () => {
     // Not every region is measured class by class.
     const known = (label) => study.reliability.some((row) => row.region === state.region && row.class === label);
-    if (!known(state.class)) state.class = null;
+    if (!known(state.class)) state.class = channels.length ? 0 : null;
     for (const option of classList.options) option.disabled = option.value !== "" && !known(Number(option.value));
     classList.value = state.class === null ? "" : String(state.class);
     panels.forEach((each) => each.refresh());

@@ -1,0 +1,63 @@
+// The channels of multi-label data, each measured on its own; everywhere else on the page is their mean.
+function channelsSection() {
+  const shown = ["nll", "ece"].filter((id) => measured.some((metric) => metric.id === id));
+  if (!study.channels.length || !shown.length) return null;
+  const tables = study.channels.map(({ name, summary }) => ({ name, rows: tableOf(summary, "method", "region", "metric") }));
+  const columns = tables.flatMap(({ name, rows }) =>
+    shown.map((metric) => {
+      const rowOf = (method) => lookUp(rows, method.key, mainRegion, metric);
+      const means = working.map((method) => rowOf(method)?.mean);
+      const decimals = decimalsFor(means);
+      const best = fixed(Math.min(...means.map(numeric).filter((value) => !Number.isNaN(value))), decimals);
+      return { name, metric, rowOf, decimals, best };
+    }),
+  );
+  const cell = (method, { rowOf, decimals, best }) => {
+    const row = rowOf(method);
+    if (!row) return html("td", {}, "–");
+    const mean = fixed(row.mean, decimals);
+    return html(
+      "td",
+      { class: mean === best ? "best" : "" },
+      html("span", {}, mean),
+      html("span", { class: "fine" }, `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`),
+    );
+  };
+  return section(
+    "channels",
+    "Channel by channel",
+    `The ${plural(channels.length, "channel")} may overlap, so each is a question of its own: inside or outside. Every method has a map for each. Where the page names no channel, it shows means over the channels.`,
+    scrolling(
+      "NLL and ECE of all methods in every channel",
+      html(
+        "table",
+        { class: "matrix" },
+        html("caption", {}, `${regionName(mainRegion)}, means over test cases with 95% intervals. The best mean of each column is marked.`),
+        html(
+          "thead",
+          {},
+          html(
+            "tr",
+            {},
+            html("th", { scope: "col", class: "text" }, "Method"),
+            columns.map(({ name, metric }) =>
+              html("th", { scope: "col" }, name, html("span", { class: "fine" }, metricName(metric))),
+            ),
+          ),
+        ),
+        html(
+          "tbody",
+          {},
+          working.map((method) =>
+            html(
+              "tr",
+              {},
+              html("th", { scope: "row" }, method.name),
+              columns.map((column) => cell(method, column)),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+}
