@@ -59,9 +59,9 @@ def test_without_a_background_nothing_is_left_out(tmp_path):
     assert without.about["background"] is None
     assert without.about["without_background"] == []
     dice = evaluate(segcal.open_cases(root), metrics=("dsc", "miou"))
-    assert without.value("volume-dice") == without.value("dsc[background=False]") == dice.value("dsc")
+    assert without.value("volume-dice") == without.value("dsc[background=false]") == dice.value("dsc")
     assert without.value("volume-dice", "foreground") == dice.value("dsc")
-    assert without.value("miou[background=False]") == dice.value("miou")
+    assert without.value("miou[background=false]") == dice.value("miou")
     for metric in ("hd95", "asd", "surface-dice"):
         rows = [row for row in without.rows if row.metric == metric]
         assert {row.count for row in rows} == {4}
@@ -117,7 +117,7 @@ def test_the_command_says_what_was_left_out(run, tmp_path):
     root = plain(tmp_path)
     (root / "segcal.toml").write_text('background = 2\nclass_names = ["a", "b", "[sky]", "d"]\n')
     text = run("evaluate", root, "--preset", "crac")[1]
-    assert "without the background, class 2 ([sky]): dsc[absent=one,background=False], hd95, ece" in text
+    assert "without the background, class 2 ([sky]): dsc[absent=one,background=false], hd95, ece" in text
     assert "without the background" not in run("evaluate", root, "--metrics", "nll,dsc")[1]
     document = json.loads(run("evaluate", root, "--preset", "nacl", "--json")[1])
     assert document["about"]["background"] == 2

@@ -142,7 +142,7 @@ def _show_table(results: Results) -> None:
             _number(row.pooled),
             _number(row.mean),
             f"{_number(row.low)} - {_number(row.high)}" if row.low == row.low else "",
-            f"{row.cases} ({', '.join(notes)})" if notes else f"{row.cases}",
+            f"{row.cases} ({', '.join(notes)})" if notes else str(row.cases or ""),
         )
         previous = row.region
     show_table(table)

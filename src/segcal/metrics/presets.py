@@ -45,6 +45,8 @@ class Column:
 
 
 def _spelled(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
