@@ -87,6 +87,8 @@ def _by_criterion(choice: Choice, evidence: Evidence) -> dict[str, str]:
         return _sentence(f"{name} lowers it{share} on test cases{kept}.")
     if verdict == "worse":
         return _sentence(f"{name} makes it worse on test cases: {moved}.", "worse")
+    if verdict is None:  # One case has no interval.
+        return _sentence(f"{name} takes it {moved} in the only test case{kept}.")
     return _sentence(f"{name} hardly changes it on test cases{kept}: {moved}, too little to be sure of.")
 
 
@@ -104,7 +106,7 @@ def _by_ece(choice: Choice, evidence: Evidence) -> dict[str, str]:
         if other is not None:
             text += f"; {other} would lower it by {share_less(before, evidence.summary[other, 'ece']['mean'])}"
         return _sentence(f"{text}.")
-    return _sentence(f"ECE may be lower or higher: {moved}{beside}.")
+    return _sentence(f"ECE {'goes' if verdict is None else 'may be lower or higher:'} {moved}{beside}.")
 
 
 def _by_shift(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
