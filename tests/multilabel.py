@@ -1,6 +1,6 @@
 """Multi-label cases whose channels are known: two-class scenes, one set for each channel, stacked."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,30 +10,20 @@ from segcal.synthetic import Temperature, scenes
 from segcal.types import Case
 
 
-@dataclass(frozen=True)
 class Stacked:
     """Some two-class cases of the same shape as the channels of one."""
 
-    parts: tuple[Case, ...]
-
-    @property
-    def first(self):
-        return self.parts[0].source
-
-    @property
-    def batch(self):
-        return len(self.parts)
-
-    @property
-    def num_members(self):
-        return self.parts[0].members
-
-    @property
-    def pooling(self):
-        return self.parts[0].pooling or "logits"
-
-    def __getattr__(self, name):  # id, num_classes, spatial, spacing, ignore_index, sliceable, image
-        return getattr(self.first, name)
+    def __init__(self, parts):
+        first = parts[0].source
+        self.parts, self.batch, self.num_members = parts, len(parts), parts[0].members
+        self.pooling = parts[0].pooling or "logits"
+        self.id, self.num_classes, self.spatial, self.spacing = (
+            first.id,
+            first.num_classes,
+            first.spatial,
+            first.spacing,
+        )
+        self.ignore_index, self.sliceable, self.image = first.ignore_index, first.sliceable, first.image
 
     def logits(self, rows):
         return torch.cat([part.source.logits(rows) for part in self.parts])

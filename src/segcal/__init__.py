@@ -1,6 +1,7 @@
 """segcal makes the confidence of segmentation networks true."""
 
 from segcal import calibrators, fusion, losses, metrics, regions, scores, synthetic
+from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.check import CheckReport, check
@@ -31,6 +32,7 @@ __all__ = [
     "SegcalError",
     "Study",
     "VoxelStatistics",
+    "apply",
     "calibrators",
     "check",
     "compare",
