@@ -1,7 +1,7 @@
 """Peak memory of ``segcal evaluate`` on one large volume and on many classes: ``python benchmarks/evaluate_memory.py``.
 
-Each evaluation is a process of its own, which prints its peak resident memory and its time. The data are made of smooth
-random fields and lie in a temporary folder (1.2 GB).
+Each evaluation is a process of its own, which prints its peak resident memory and its processor time. The data are
+smooth random fields in a temporary folder (1.2 GB).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RUNS = {
 _PROGRAM = """
 import resource, sys, time
 import segcal
-started = time.perf_counter()
+started = time.process_time()
 cases = segcal.open_cases(sys.argv[1])
 options = {"metrics": sys.argv[2].split(",")} if sys.argv[2] else {}
 regions = ("everything", "boundary")  # as the command has it
 segcal.evaluate(cases, regions=regions, **options)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, time.perf_counter() - started)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, time.process_time() - started)
 """
 
 
@@ -64,7 +64,7 @@ def image(folder: Path) -> None:
 def main() -> None:
     """Make the data, run every evaluation, print a line each."""
     print(f"volume: {VOLUME}, {CLASSES} classes, float32; image: two of {IMAGE}, {MANY_CLASSES} classes")
-    print(f"{'data':8}{'metrics':14}{'peak GB':>8}{'seconds':>9}")
+    print(f"{'data':8}{'metrics':14}{'peak GB':>8}{'CPU s':>9}")
     with tempfile.TemporaryDirectory() as root:
         for name, requests in RUNS.items():
             folder = Path(root) / name
