@@ -158,7 +158,7 @@ def check_classes(
 
 
 def _channels(names: tuple[str, ...] | None) -> str:
-    return "no channels (they are not multi-label)" if names is None else f"the channels {', '.join(names)}"
+    return "no channels (ordinary data)" if names is None else f"the channels {', '.join(names)}"
 
 
 def _given(names: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from segcal.cases.caseset import numbered_channels
 from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found
 from segcal.cases.missing import missing_notes
 from segcal.cases.open import find_cases, missing_labels, wrong_names
 from segcal.cases.splits import in_no_part
 from segcal.errors import DataError, SegcalError
-from segcal.metrics import Measure, accuracy, entropy, nll
+from segcal.metrics import Measure, accuracy, confidence_balance, entropy, nll
+from segcal.metrics.diagnosis import verdict, verdicts_in_words
 from segcal.results import plain
 from segcal.statistics import VoxelStatistics
 from segcal.threads import torch_threads
@@ -33,7 +35,10 @@ _AGREEMENT_SIZE = 64
 
 @dataclass
 class CheckReport:
-    """What a dataset holds, over all voxels of all cases that could be read."""
+    """What a dataset holds, over all voxels of all cases that could be read.
+
+    Of multi-label data, voxels are counted in every channel, and all else is of each channel on its own.
+    """
 
     root: str
     layout: str
@@ -50,7 +55,8 @@ class CheckReport:
     dtypes: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     spacings: Counter[tuple[float, ...] | None] = field(default_factory=Counter)
-    statistics: VoxelStatistics | None = None
+    statistics: list[VoxelStatistics] = field(default_factory=list)
+    """Of every channel; of ordinary data there is one."""
     voxels: int = 0
     ignored: int = 0
     masked: int = 0
@@ -63,35 +69,58 @@ class CheckReport:
     @property
     def valid(self) -> int:
         """Voxels that count."""
-        return self.statistics.count() if self.statistics else 0
+        return sum(own.count() for own in self.statistics)
 
     @property
     def label_counts(self) -> list[int]:
-        """Valid voxels per class."""
-        return self.statistics.total().confusion.sum(1).tolist() if self.statistics else []
+        """Valid voxels per class, or inside per channel."""
+        return self._counts(1)
 
     @property
     def predicted_counts(self) -> list[int]:
-        """Valid voxels per predicted class."""
-        return self.statistics.total().confusion.sum(0).tolist() if self.statistics else []
+        """Valid voxels per predicted class, or predicted inside per channel."""
+        return self._counts(0)
+
+    def _counts(self, axis: int) -> list[int]:
+        found: list[list[int]] = [own.total().confusion.sum(axis).tolist() for own in self.statistics]
+        return [inside for _, inside in found] if self.multilabel else found[0] if found else []
 
     def mean(self, metric: Callable[..., float]) -> float:
-        """A metric over all valid voxels, NaN where there are none."""
-        return float(metric(self.statistics)) if self.statistics else math.nan
+        """A metric over all valid voxels, the mean over channels where there are some; NaN without any."""
+        return float(Measure.mean(metric(own) for own in self.statistics))
 
     @property
     def confidence(self) -> float:
         """Mean confidence."""
-        return self.mean(lambda stats: Measure.ratio(stats.total().top_confidence.sum(), stats.count()))
+        return self.mean(_confidence)
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """The channels of multi-label data; none of ordinary data."""
+        if not self.multilabel:
+            return ()
+        return self.class_names or numbered_channels(len(self.statistics))
+
+    @property
+    def per_channel(self) -> list[dict[str, Any]]:
+        """What each channel of multi-label data holds."""
+        rows = zip(self.channel_names, self.statistics, self.label_counts, self.predicted_counts, strict=False)
+        return [
+            {"name": name, "valid": own.count(), "labels": labels, "predicted": predicted, **_glance(own)}
+            for name, own, labels, predicted in rows
+        ]
+
+    @property
+    def verdict(self) -> str:
+        """Over- or underconfident; of multi-label data, which channels are."""
+        named = zip(self.channel_names or ("",), self.statistics, strict=False)
+        verdicts = {name: verdict(confidence_balance(own)) for name, own in named}
+        words = set(verdicts.values())
+        return words.pop() if len(words) == 1 else f"mixed: {verdicts_in_words(verdicts)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain JSON types; null stands for NaN, texts for infinities."""
-        glance = {
-            "accuracy": self.mean(accuracy),
-            "confidence": self.confidence,
-            "nll": self.mean(nll),
-            "entropy": self.mean(entropy),
-        }
+        glance = {name: self.mean(metric) for name, metric in _GLANCE.items()}
         content = {
             "root": self.root,
             "layout": self.layout,
@@ -101,6 +130,7 @@ class CheckReport:
             "cases": self.cases,
             "channels": self.channels,
             "multilabel": self.multilabel,
+            "per_channel": self.per_channel,
             "class_names": list(self.class_names) if self.class_names else None,
             "ignore_index": self.ignore_index,
             "background": self.background,
@@ -121,6 +151,23 @@ class CheckReport:
         return dict(plain(content))
 
 
+def _confidence(statistics: VoxelStatistics) -> Measure:
+    return Measure.ratio(statistics.total().top_confidence.sum(), statistics.count())
+
+
+_GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
+    "accuracy": accuracy,
+    "confidence": _confidence,
+    "nll": nll,
+    "entropy": entropy,
+}
+
+
+def _glance(statistics: VoxelStatistics) -> dict[str, Any]:
+    found = {name: float(metric(statistics)) for name, metric in _GLANCE.items()}
+    return {**found, "verdict": verdict(confidence_balance(statistics))}
+
+
 def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:
     """Read everything in a dataset and report what it holds and all that is wrong with it.
 
@@ -135,7 +182,7 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
         kind=str(config.kind),
         pooling=(config.pooling or config.kind) if found.members else None,
         members=found.members,
-        class_names=tuple(config.regions) if config.regions else config.class_names,
+        class_names=config.names,
         ignore_index=int(config.ignore_index or 0),
         cases=len(found.cases),
         multilabel=bool(config.multilabel),
@@ -188,7 +235,8 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
     report.dtypes[str(stored.file.dtype)] += 1
     report.formats[source.suffix.lower()] += 1
     report.spacings[source.spacing] += 1
-    report.statistics = report.statistics or VoxelStatistics(source.num_classes, (), classwise=False)
+    if not report.statistics:
+        report.statistics = [VoxelStatistics(source.num_classes, (), classwise=False) for _ in range(source.batch)]
     agreement = _Agreement(source)
     case = Case(source)
     if source.num_members and not source.sliceable:  # Every part would decode all members again.
@@ -211,12 +259,15 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
 
 
 def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tensor | None) -> None:
-    assert report.statistics is not None
     ignored = labels == report.ignore_index
     report.voxels += labels.numel()
     report.ignored += int(ignored.sum())
     report.masked += 0 if mask is None else int((~mask & ~ignored).sum())
-    report.statistics.update(logits, labels, ignore_index=report.ignore_index, mask=mask)
+    for k, own in enumerate(report.statistics):
+        part = slice(k, k + 1)
+        own.update(
+            logits[part], labels[part], ignore_index=report.ignore_index, mask=None if mask is None else mask[part]
+        )
     if report.kind == "logits":
         blank = (logits[:, 0] == 0) & (logits[:, 1] == 0) & ~ignored
         blank = blank if mask is None else blank & mask
@@ -276,8 +327,9 @@ def _add_notes(report: CheckReport) -> None:
             f"every logit is exactly 0 at {report.blank:,} valid voxels: padding that should be masked, or a file that "
             "was not written to its end?"
         )
-    if report.valid and not report.multilabel:
-        absent = [_name(report, k) for k, count in enumerate(report.label_counts) if count == 0]
+    if report.valid:
+        names = report.channel_names or [_name(report, k) for k in range(len(report.label_counts))]
+        absent = [name for name, count in zip(names, report.label_counts, strict=True) if count == 0]
         if absent:
             report.notes.append(f"never in the labels: {', '.join(absent)}")
     if math.isinf(report.mean(nll)):

@@ -18,7 +18,6 @@ from segcal.check import CheckReport, check
 from segcal.cli.console import err, out, progress, show_table
 from segcal.errors import InputError, check_seed
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
-from segcal.metrics.diagnosis import verdict
 
 
 class Layout(str, Enum):
@@ -175,10 +174,10 @@ def show_check(report: CheckReport) -> None:
             "ensemble",
             f"{len(report.members)} members ({escape(', '.join(report.members))}), pooled as {report.pooling}",
         )
-    facts.add_row(
-        "classes", f"{report.channels} sigmoid channels" if report.multilabel else str(report.channels or "?")
-    )
-    if not report.multilabel:
+    if report.multilabel:
+        facts.add_row("channels", f"{report.channels or '?'}, which may overlap: each is measured on its own")
+    else:
+        facts.add_row("classes", str(report.channels or "?"))
         facts.add_row("background", "none" if report.background is None else f"class {report.background}")
     shapes = [f"{' x '.join(map(str, shape))} ({count})" for shape, count in report.shapes.most_common(4)]
     more = len(report.shapes) - 4
@@ -187,19 +186,20 @@ def show_check(report: CheckReport) -> None:
     if spacings:
         facts.add_row("spacing", ", ".join(spacings[:3]) + (f", {len(spacings) - 3} more" if len(spacings) > 3 else ""))
     if report.voxels:
-        facts.add_row("voxels", f"{report.voxels:,}")
+        facts.add_row("voxels", f"{report.voxels:,}" + (", all channels together" if report.multilabel else ""))
         facts.add_row("ignored", f"{report.ignored / report.voxels:.2%} (label {report.ignore_index})")
         masked = "masked or exterior" if report.layout == "nnunet" else "masked"
         facts.add_row(masked, f"{report.masked / report.voxels:.2%}")
     if report.valid:
-        facts.add_row("accuracy", f"{report.mean(accuracy):.4f}")
-        facts.add_row("confidence", f"{report.confidence:.4f}")
-        facts.add_row("NLL, entropy", f"{report.mean(nll):.4f}, {report.mean(entropy):.4f}")
-        balance = report.mean(confidence_balance)
-        facts.add_row("at a glance", f"{verdict(balance)} (NLL - entropy = {balance:+.4f})")
+        mean = f", mean over {len(report.channel_names)} channels" if report.multilabel else ""
+        facts.add_row("accuracy", f"{report.mean(accuracy):.4f}{mean}")
+        facts.add_row("confidence", f"{report.confidence:.4f}{mean}")
+        facts.add_row("NLL, entropy", f"{report.mean(nll):.4f}, {report.mean(entropy):.4f}{mean}")
+        balance = f"(NLL - entropy = {report.mean(confidence_balance):+.4f}{mean})"
+        facts.add_row("at a glance", f"{escape(report.verdict)} {balance}")
     show_table(facts)
     if report.valid:
-        show_table(_class_table(report))
+        show_table(_channel_table(report) if report.multilabel else _class_table(report))
     for note in report.notes:
         out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     for problem in report.problems:
@@ -212,10 +212,21 @@ def _class_table(report: CheckReport) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("class", "name", "labels", "predicted"):
         table.add_column(column, justify="left" if column == "name" else "right")
-    names = ("outside", "inside") if report.multilabel else report.class_names
+    names = report.class_names
     for index, (true, predicted) in enumerate(zip(report.label_counts, report.predicted_counts, strict=True)):
         name = escape(names[index]) if names else ""
         table.add_row(str(index), name, f"{true / report.valid:.3%}", f"{predicted / report.valid:.3%}")
+    return table
+
+
+def _channel_table(report: CheckReport) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("channel", "inside", "predicted", "accuracy", "NLL", "entropy", "at a glance"):
+        table.add_column(column, justify="left" if column in ("channel", "at a glance") else "right")
+    for row in report.per_channel:
+        shares = (f"{row[name] / row['valid']:.3%}" if row["valid"] else "-" for name in ("labels", "predicted"))
+        means = (f"{row[name]:.4f}" for name in ("accuracy", "nll", "entropy"))
+        table.add_row(escape(row["name"]), *shares, *means, row["verdict"])
     return table
 
 

@@ -110,9 +110,19 @@ def in_words(diagnosis: Mapping[str, Any]) -> str:
 
 def channels_in_words(diagnosis: Mapping[str, Any]) -> str:
     """Which channels are over- and underconfident."""
+    return verdicts_in_words({name: own["set"]["verdict"] for name, own in diagnosis["channels"].items()})
+
+
+def verdicts_in_words(verdicts: Mapping[str, str]) -> str:
+    """Which are what.
+
+    Examples:
+        >>> verdicts_in_words({"a": "balanced", "b": "overconfident", "c": "balanced"})
+        'balanced in a and c, overconfident in b'
+    """
     words: dict[str, list[str]] = {}
-    for name, own in diagnosis["channels"].items():
-        words.setdefault(own["set"]["verdict"], []).append(name)
+    for name, word in verdicts.items():
+        words.setdefault(word, []).append(name)
     return ", ".join(f"{word} in {' and '.join(names)}" for word, names in words.items())
 
 
