@@ -235,6 +235,8 @@ def _channels(
     if cases.channel_names is None:
         yield 0, case, dict(calibrators)
         return
+    if not case.source.sliceable:
+        _ = case.logits  # Once for all channels.
     for k in range(len(cases.channel_names)):
         yield k, case.channel(k), {name: of_channel(calibrator, k) for name, calibrator in calibrators.items()}
 

@@ -8,6 +8,7 @@ import segcal
 from datasets import labels, nnunet, plain
 from multilabel import channels, stacked
 from segcal.cases import write_dataset
+from segcal.cases.oriented import Oriented
 from segcal.errors import InputError, SegcalError
 
 NAMES = ("whole", "core", "rim")
@@ -86,6 +87,18 @@ def test_channels_of_files(tmp_path, suffix, dtype):
             rows = case.chunk(slice(2, 5))
             assert torch.equal(rows.logits, whole.logits[k : k + 1, :, 2:5])
             assert torch.equal(rows.labels, whole.labels[k : k + 1, 2:5])
+
+
+def test_a_channel_is_read_without_the_others(tmp_path, monkeypatch):
+    root = plain(tmp_path, count=1, classes=3)
+    np.save(root / "labels" / "case0.npy", np.stack([labels(k, 2) for k in range(3)]))
+    case = segcal.open_cases(root, multilabel=True).channel(1)[0]
+    read, asked = Oriented.read, []
+    monkeypatch.setattr(
+        Oriented, "read", lambda self, rows, channels=slice(None): asked.append(channels) or read(self, rows, channels)
+    )
+    case.load()
+    assert asked == [slice(1, 2)] * 2  # scores and labels
 
 
 @pytest.mark.parametrize("members", [1, 2])

@@ -12,6 +12,7 @@ from segcal.apply import apply
 from segcal.calibrators import load
 from segcal.cases import open_cases, write_dataset
 from segcal.compare import compare
+from segcal.errors import SegcalError
 from segcal.report import write_report
 from segcal.synthetic import ClassAffine, scenes
 
@@ -114,6 +115,18 @@ def test_a_refit_keeps_the_strength_of_every_channel(parts, tmp_path):
     for name, own in zip(chosen.channel_names, chosen.channels, strict=True):
         best = min((t for t in tuning if t["channel"] == name), key=lambda t: t["nll"])
         assert own.shrinkage == float(best["arguments"]["shrinkage"])
+
+
+def test_a_model_of_channels_is_tested_on_corrupted_images(parts):
+    cases = stacked(**{name: parts[name] for name in ("liver", "tumour")})
+
+    def model(image):
+        return torch.cat([image.mean(1, keepdim=True), -image.mean(1, keepdim=True)], 1)
+
+    study = compare(cases, ("ts",), 1, tune="none", metrics=("nll", "ece"), shift=True, model=model)
+    assert [entry["name"] for entry in study.document["shift"]] == ["photometric mild", "photometric strong"]
+    with pytest.raises(SegcalError, match=r"the model gave \(1, 3, .*expected logits of shape \(1, 2, 24, 28\)"):
+        compare(cases, ("ts",), 1, shift=True, model=lambda image: torch.zeros(1, 3, 24, 28))
 
 
 def test_the_report_is_written(study, folder):

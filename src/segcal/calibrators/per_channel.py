@@ -46,6 +46,8 @@ def channel_pieces(calibrators: Sequence[CaseCalibrator], case: Case) -> Iterato
     """Rows of a multi-label case and their log-probabilities ``(K, 2, rows, ...)``, each channel by its calibrator."""
     if case.shape[0] != len(calibrators):
         raise InputError(f"{case.shape[0]} channels", case=case.id, expected=f"{len(calibrators)}, as fitted")
+    if not case.source.sliceable:
+        _ = case.logits  # Once for all channels.
     pieces = [score_pieces(case.channel(index), own) for index, own in enumerate(calibrators)]
     for parts in zip(*pieces, strict=True):
         rows = parts[0][0]

@@ -83,7 +83,8 @@ def compare(
         robust: Recommend only methods that lose neither to ``ts`` nor to no calibration on the shifted cases.
         pooling: For ensembles: compare a ``"single"`` member, the mean of ``"probs"``, the mean of ``"logits"``.
         shifted: Other datasets to test on, by name. Cases that a repeat fitted to or chose on are left out.
-        model: From an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``, for ``shift``.
+        model: From an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``, for ``shift``; of
+            multi-label data a sigmoid logit for each channel, ``(1, K, *spatial)``.
         shift: Also test on the photometric corruptions of the images (``segcal.training.shift``), mild and strong.
         sensitivity: Also vary the number of ``"bins"``, the calibration ``"size"``, the ensemble ``"members"``.
         workers: Processes: fits are shared by method, evaluations by case.

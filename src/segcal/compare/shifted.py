@@ -63,13 +63,16 @@ def corrupted_sets(cases: CaseSet, model: Model | None, settings: Settings) -> l
     if settings.pooling:
         raise InputError("shift with pooling", expected="one of them: a model gives one prediction, not an ensemble's")
     # What a model would predict cannot be told by looking at it, so nothing of it is taken from an earlier run.
-    once = uuid.uuid4().hex
+    once, multilabel = uuid.uuid4().hex, cases.channel_names is not None
     return [
         ShiftedSet(
             f"photometric {severity}",
             replace(
                 cases,
-                refs=tuple(CaseRef(ref.id, partial(_open, ref, model, severity, settings.seed)) for ref in cases.refs),
+                refs=tuple(
+                    CaseRef(ref.id, partial(_open, ref, model, severity, settings.seed, multilabel))
+                    for ref in cases.refs
+                ),
                 num_members=None,
             ),
             dict.fromkeys(cases.ids, f"{once} {severity}"),
@@ -79,5 +82,5 @@ def corrupted_sets(cases: CaseSet, model: Model | None, settings: Settings) -> l
     ]
 
 
-def _open(ref: CaseRef, model: Model, severity: Severity, seed: int) -> Case:
-    return Case(CorruptedCase(ref.open(), model, severity, seed))
+def _open(ref: CaseRef, model: Model, severity: Severity, seed: int, multilabel: bool) -> Case:
+    return Case(CorruptedCase(ref.open(), model, severity, seed, multilabel=multilabel))

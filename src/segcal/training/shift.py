@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from segcal.errors import InputError, SegcalError, check_name
+from segcal.scores import multilabel_view
 from segcal.types import Case
 
 Corruption = Literal["noise", "blur", "brightness", "jpeg", "fog"]
@@ -109,12 +110,21 @@ class CorruptedCase:
         model: From an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``.
         severity: ``"mild"`` or ``"strong"``.
         seed: Of the corruption.
+        multilabel: The model gives a sigmoid logit for each channel of multi-label data, ``(1, K, *spatial)``.
     """
 
     sliceable = True
 
-    def __init__(self, case: Case, model: Callable[[Tensor], Tensor], severity: Severity, seed: int) -> None:
-        self.case, self.model, self.severity, self.seed = case, model, severity, seed
+    def __init__(
+        self,
+        case: Case,
+        model: Callable[[Tensor], Tensor],
+        severity: Severity,
+        seed: int,
+        *,
+        multilabel: bool = False,
+    ) -> None:
+        self.case, self.model, self.severity, self.seed, self.multilabel = case, model, severity, seed, multilabel
         self.id, self.spacing, self.ignore_index = case.id, case.spacing, case.ignore_index
         self.batch, self.num_classes, *spatial = case.shape
         self.spatial = tuple(spatial)
@@ -133,11 +143,12 @@ class CorruptedCase:
     def _logits(self) -> Tensor:
         with torch.no_grad():
             logits = self.model(self._image)
-        wanted = (self.batch, self.num_classes, *self.spatial)
+        wanted = (1, self.batch if self.multilabel else self.num_classes, *self.spatial)
         if not isinstance(logits, Tensor) or tuple(logits.shape) != wanted:
             came = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise SegcalError(f"the model gave {came}", case=self.id, expected=f"logits of shape {wanted}")
-        return logits.detach().cpu().float()
+        logits = logits.detach().cpu().float()
+        return multilabel_view(logits, "logits") if self.multilabel else logits
 
     def logits(self, rows: slice) -> Tensor:
         """What the model makes of the corrupted image."""
