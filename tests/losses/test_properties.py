@@ -61,6 +61,42 @@ def test_an_absent_class_is_fine(name):
     assert slope.isfinite().all()
 
 
+# Losses in which a class of probability 0 that no label has counts nothing. The others ask something of its logit, as
+# ``ls`` does, and are rightly infinite, or average over classes.
+@pytest.mark.parametrize("name", ["ce", "focal", "ecp", "svls", "mmce", "meep"])
+def test_an_impossible_class_counts_nothing(name):
+    torch.manual_seed(0)
+    z, y = torch.randn(2, 2, 6, 6), torch.randint(0, 2, (1, 6, 6)).expand(2, -1, -1)
+    wider = torch.cat((z, torch.full((2, 1, 6, 6), -torch.inf)), 1).requires_grad_()
+    loss = make(name)(wider, y)
+    loss.backward()
+    torch.testing.assert_close(loss, make(name)(z, y))
+    assert bool(wider.grad.isfinite().all())
+
+
+def test_views_that_agree_on_an_impossible_class_are_consistent():
+    z, y = torch.randn(2, 2, 6, 6), torch.zeros(2, 6, 6, dtype=torch.long)
+    wider = torch.cat((z, torch.full((2, 1, 6, 6), -torch.inf)), 1).requires_grad_()
+    loss = make("bwcr", base=None)(wider, y)
+    loss.backward()
+    torch.testing.assert_close(loss, make("bwcr", base=None)(z, y) * 2 / 3)  # a mean over classes
+    assert bool(wider.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("shape", [(0, CLASSES, 6, 6), (2, CLASSES, 0, 6)])
+def test_no_voxels_are_zero_or_refused(name, shape):
+    z = torch.zeros(shape, requires_grad=True)
+    y = torch.zeros(shape[0], *shape[2:], dtype=torch.long)
+    if name in ("svls", "nacl", "crac") and shape[2] == 0:
+        with pytest.raises(InputError, match="no smaller than the patch"):
+            make(name)(z, y)
+        return
+    loss = make(name)(z, y)
+    loss.backward()
+    assert loss.item() == 0
+
+
 @pytest.mark.parametrize("name", IDS)
 def test_ignore_index_may_be_a_class_or_negative(name):
     logits, labels = batch()

@@ -68,7 +68,8 @@ def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
             fix="undo spatial augmentations before the loss, and set labels that left the frame to ignore_index",
         )
     first, second = batch.logits.chunk(2)
-    pairs = (first - second).square().mean(1) * boundary_weights(labels, valid).to(first.dtype) * valid
+    gap = torch.where(first == second, 0.0, first - second)  # two views agree on an impossible class
+    pairs = gap.square().mean(1) * boundary_weights(labels, valid).to(first.dtype) * valid
     if reduction == "none":
         return torch.cat((pairs, pairs)) / 2
     total = pairs.sum(dtype=torch.float64)
@@ -85,6 +86,8 @@ def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
         >>> boundary_weights(torch.tensor([[0, 0, 0, 1, 1]]), torch.ones(1, 5, dtype=torch.bool))
         tensor([[0.8100, 0.9100, 1.0100, 1.0100, 0.9100]])
     """
+    if not labels.numel():
+        return torch.zeros(labels.shape, device=labels.device)
     boundary = torch.zeros_like(valid)
     for axis in range(1, labels.ndim):
         pairs = labels.shape[axis] - 1

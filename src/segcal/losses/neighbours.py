@@ -96,7 +96,9 @@ def _soft_target_terms(batch: Batch, targets: Tensor, weights: Tensor | None, ou
         value = value * total
         gradient = None if gradient is None else gradient.mul_(total)
     gradient = None if gradient is None else gradient.sub_(targets)
-    return Terms(targets.mul_(soft.top - z).sum(1).sub_(value.squeeze(1)), gradient)
+    # No target times an infinite gap is nothing; NaN logits show in log_top.
+    parts = targets.mul_(soft.top - z).nan_to_num_(0.0, posinf=torch.inf, neginf=-torch.inf)
+    return Terms(parts.sum(1).sub_(value.squeeze(1)), gradient)
 
 
 def nacl(

@@ -81,7 +81,8 @@ def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None,
     if weights is not None:
         loss = loss * weights
     if reduction == "mean":
-        loss = loss.sum() / (loss.numel() if weights is None else len(loss) * weights.sum().clamp_min(1e-30))
+        images = max(len(loss), 1)  # a batch without images has loss 0
+        loss = loss.sum() / (images * loss.shape[1] if weights is None else images * weights.sum().clamp_min(1e-30))
     elif reduction == "sum":
         loss = loss.sum()
     return loss.to(p.dtype)
