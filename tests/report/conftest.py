@@ -3,6 +3,9 @@ import shutil
 
 import pytest
 
+from report.pages import STUDIES
+from segcal.report import write_report
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -23,3 +26,18 @@ def browser():
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
         running.close()
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory):
+    """Makes each report once: name to (address, document)."""
+    made = {}
+
+    def report(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            study = STUDIES[name](folder)
+            made[name] = write_report(folder).as_uri(), study
+        return made[name]
+
+    return report

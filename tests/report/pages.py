@@ -1,6 +1,9 @@
 """Pages of a report as the tests open them."""
 
+import json
 from contextlib import contextmanager
+
+from report.example import harm, multi_label, write
 
 
 @contextmanager
@@ -26,3 +29,73 @@ def scroll_to_end(page):
     """Charts draw when they have a size; pass all of them."""
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
     page.wait_for_function("[...document.querySelectorAll('.chart')].every(c => c.firstChild || !c.clientWidth)")
+
+
+def volumes(folder):
+    return write(folder, cases=24, slices=4)
+
+
+def images(folder):
+    return write(folder, cases=10, rank=2, methods=3, metrics=2)
+
+
+def bare(folder):
+    """The least a study can hold: nothing advised, one region, no pictures, all methods failed."""
+    study = write(folder, cases=8, methods=1, metrics=1, regions=("everything",), pictures=False)
+    study["recommendation"].update(method=None, best="uncalibrated", sentences=[], caveats=[], file=None)
+    study.update(reliability=[], bands=[], diagnosis={}, ranks=[], sum_rank={}, warnings=[], shift=None, flips=[])
+    study.update(sensitivity={}, cases=[], fits=[], timings={})
+    for row in study["summary"]:
+        row.update(mean=None, low=None, high=None, pooled=None)
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+def harmful(folder):
+    """What is recommended, by NLL, makes ECE worse."""
+    study = harm(write(folder, cases=24, slices=1))
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+def fallen_back(folder):
+    """A method that is the same map as another, and cases in groups."""
+    study = write(folder, cases=8, methods=3, metrics=1, pictures=False)
+    next(method for method in study["methods"] if method["key"] == "ets")["same_as"] = "ts"
+    for row in study["differences"]:
+        if row["method"] == "ets":
+            row.update(p=None, p_adjusted=None)
+    study["about"]["data"]["groups"] = {"pattern": "^p", "cases": {}}
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+def crowded(folder):
+    """Long names, many methods, classes and warnings."""
+    study = write(folder, cases=40, methods=20, classes=24, metrics=12, repeats=3)
+    study["warnings"] = [f"Warning {i}: {'very ' * 30}long and {'unbroken' * 20}" for i in range(12)]
+    for method in study["methods"][1:6]:
+        method["name"] += " with a name that goes on and on, " * 3
+    study["about"]["title"] = "A_title_without_any_space_" * 8
+    study["about"]["command"] = "segcal compare " + "/a/very/long/path" * 20
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+def channels(folder):
+    """Multi-label data."""
+    study = multi_label(write(folder, cases=12, methods=3, slices=1))
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, fallen_back, crowded, channels)}
+
+
+def means(study, metric, region="everything"):
+    rows = [row for row in study["summary"] if (row["region"], row["metric"]) == (region, metric)]
+    return {row["method"]: row["mean"] for row in rows}
+
+
+def keys(page):
+    return page.locator("#methods tbody tr").evaluate_all("all => all.map((each) => each.dataset.method)")
