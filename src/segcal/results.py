@@ -117,7 +117,7 @@ class Results:
             raise InputError(f"channel {name!r}", expected=f"one of {', '.join(self.channels) or 'none'}")
         return Results(
             rows=tuple(row._replace(channel="") for row in self.rows if row.channel == name),
-            about={**self.about, "channels": None},
+            about={**self.about, "channels": None, "channel": name},
             reliability=self.reliability[name],
             diagnosis=self.diagnosis["channels"][name],
         )

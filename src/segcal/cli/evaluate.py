@@ -171,8 +171,9 @@ def diagnosis_in_words(results: Results) -> list[str]:
     images = ", ".join(f"{count} {word}" for word, count in found["images"].items() if count)
     overall = f"NLL - entropy = {found['set']['balance']:+.4f} nats per voxel"
     if results.channels:
-        mixed = f"[bold]{found['set']['verdict']}[/]: {escape(channels_in_words(found))}"
-        return [f"{mixed} ({overall}, the mean over {len(results.channels)} channels)"]
+        word = found["set"]["verdict"]
+        which = f": {escape(channels_in_words(found))}" if word == "mixed" else " in every channel"
+        return [f"[bold]{word}[/]{which} ({overall}, the mean over {len(results.channels)} channels)"]
     lines = [f"[bold]{found['set']['verdict']}[/] ({overall}); images: {images}"]
     for scope in ("classes", "bands"):
         words: dict[str, list[str]] = {}
@@ -182,7 +183,8 @@ def diagnosis_in_words(results: Results) -> list[str]:
             lines.append(
                 f"{scope}: " + "; ".join(f"{word}: {escape(', '.join(names))}" for word, names in words.items())
             )
-    if results.about["calibrator"]:  # What comes out of a calibrator has no gauge left.
+    # What comes out of a calibrator has no gauge left, and the scores of a channel never had one.
+    if results.about["calibrator"] or results.about.get("channel"):
         return lines
     gauge = found["gauge"]
     advice = {
