@@ -23,7 +23,7 @@ def probe(calibrator, theta, classes, winner):
     Found from a point far inside the region of one order, and from steps along each logit that leave the order as it
     is. Log-probabilities cannot be moved one by one; there W and b are the map's own.
     """
-    if calibrator.features == "log-probs":
+    if calibrator.features in ("logits", "log-probs"):  # their scores are only known up to a constant per voxel
         own = theta[winner if len(theta) > 1 else 0]
         return own[:, :-1], own[:, -1]
     mapping = expert_map(theta, calibrator.features)
