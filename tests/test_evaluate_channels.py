@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,10 +29,10 @@ def results():
     return evaluate(CASES, **OPTIONS)
 
 
-def same_rows(rows, others, tolerance=0.0):
+def same_rows(rows, others):
     assert [row[:3] for row in rows] == [row[:3] for row in others]
     for row, other in zip(rows, others, strict=True):
-        assert row.value == pytest.approx(other.value, rel=tolerance, abs=tolerance, nan_ok=True)
+        assert row.value == pytest.approx(other.value, rel=0, abs=0, nan_ok=True)
         assert (row.count, row.missed) == (other.count, other.missed)
 
 
@@ -97,12 +98,11 @@ def test_functions_see_every_channel():
         same_rows(halved.channel(name).rows, expected.rows)
 
 
-def test_exact_bins_and_workers_know_channels():
+def test_exact_bins_know_channels():
     options = {"metrics": ("ace-adaptive", "nll"), "exact": True}
-    once, shared = evaluate(CASES, **options), evaluate(CASES, workers=2, **options)
+    once = evaluate(CASES, **options)
     for name, own in PARTS.items():
         same_rows(once.channel(name).rows, evaluate(own, **options).rows)
-        same_rows(shared.channel(name).rows, once.channel(name).rows, tolerance=1e-9)
 
 
 def test_masks_are_asked_for_every_channel():
@@ -167,9 +167,10 @@ def test_errors_name_the_channel():
 
 
 def test_diagrams_are_drawn_for_every_channel(results):
-    names = [name for name, _ in plots.reliability_figures(results)]
+    first = {name: {"everything": own["everything"]} for name, own in results.reliability.items()}
+    names = [name for name, _ in plots.reliability_figures(replace(results, reliability=first))]
     assert names[:2] == ["channel-0/reliability-everything", "channel-0/classes-everything"]
-    assert len(names) == 3 * len(results.reliability["liver"]) * 2
+    assert len(names) == 3 * 2
 
 
 def test_regions_of_nnunet(tmp_path):
