@@ -88,6 +88,12 @@ class VoxelSample:
         variance = (self.sizes / self.total) ** 2 * squares / np.maximum(drawn, 1) * unseen
         return float(np.sqrt(variance.sum()))
 
+    def note(self, values: NDArray[np.float64]) -> str:
+        """What to tell the user of a mean NLL with these ``values (n,)`` that rests on this part of the data."""
+        error = self.standard_error(values)
+        leaves = f", which leaves a standard error of {error:.1e} in the mean NLL" if error else ""
+        return f"a stratified sample of {len(self):,} of {self.total:,} voxels{leaves}; voxels='all' is exact"
+
 
 class VoxelSampler:
     """Draws a sample of at most ``voxels`` from the chunks that it is shown, all valid voxels of a class 0..C - 1.

@@ -36,9 +36,6 @@ Preserves = Literal["order", "argmax"]
 VoxelBudget = Literal["auto", "all"]
 TensorPair = tuple[Tensor, Tensor]
 
-# Of the cases, where a calibrator needs validation data and was given none.
-_HELD_OUT = 0.2
-
 
 class FitData(NamedTuple):
     """What a calibrator is fitted to: cases, cases to validate on, how many voxels to use, and a seed."""
@@ -47,16 +44,6 @@ class FitData(NamedTuple):
     validation: CaseSet | None
     voxels: VoxelBudget
     seed: int
-
-    def held_out(self) -> FitData:
-        """The same with validation cases: a seeded fifth of the cases where none were given, all if there is one."""
-        if self.validation is not None:
-            return self
-        if len(self.cases) < 2:
-            return self._replace(validation=self.cases)
-        held_out = max(1, round(_HELD_OUT * len(self.cases)))
-        split = self.cases.split(len(self.cases) - held_out, held_out, 0, seed=self.seed)
-        return self._replace(cases=split.calibration, validation=split.validation)
 
 
 class Fitted(NamedTuple):
@@ -145,7 +132,8 @@ class Calibrator(CalibratorModule, ABC):
             data: A case set, which is streamed, or logits ``(N, C, *spatial)`` or ``(N, C)``.
             labels: ``(N, *spatial)``, with logits.
             validation: Cases, or (logits, labels), for early stopping and selection. Calibrators that need them hold
-                out a fifth of the cases where none are given; exact ones do not need them.
+                out a fifth of the cases where none are given, of a single case a fifth of its voxels, and say so in
+                the report; exact ones do not need them.
             ignore_index: Label of voxels that do not count, with logits.
             mask: ``(N, *spatial)`` bool, True where a voxel counts, with logits.
             voxels: ``"auto"`` may fit to a stratified sample, ``"all"`` is exact; ``fit_report`` says what was used.

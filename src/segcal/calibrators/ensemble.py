@@ -11,7 +11,7 @@ from torch import Tensor
 from segcal.calibrators.base import Calibrator, FitData, Fitted
 from segcal.calibrators.composed import Base, allocate, base_calibrator, base_shapes, describe, fit_base
 from segcal.calibrators.limits import COUNT, Limits
-from segcal.calibrators.measured import mean_loss
+from segcal.calibrators.measured import compared, mean_loss
 from segcal.errors import InputError
 from segcal.scores import pool
 from segcal.types import Case, Kind, check_pooling
@@ -99,7 +99,7 @@ class Ensemble(Calibrator):
                 voxels_used=report.voxels_used,
             )
         if fitted.nll_after > fitted.nll_before:
-            notes.append(f"NLL {fitted.nll_after:.6g}, of the cases as they are pooled {before.nll:.6g}: worse")
+            notes.append(f"NLL {compared(fitted.nll_after, before.nll)} that of the cases as they are pooled: worse")
         return fitted._replace(notes=notes)
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:

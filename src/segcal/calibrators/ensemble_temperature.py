@@ -132,11 +132,7 @@ class EnsembleTemperatureScaling(Calibrator):
         added = rise(weights)
         notes, used = list(scaled.notes), first.total if streaming else len(sample)
         if used < first.total:
-            error = sample.standard_error(_rise(weights, drawn))
-            notes.append(
-                f"weights fitted to a stratified sample of {used:,} of {first.total:,} voxels, which leaves a standard "
-                f"error of {error:.1e} in the mean NLL; voxels='all' is exact"
-            )
+            notes.append(f"weights fitted to {sample.note(_rise(weights, drawn))}")
         if added > (0.0 if self.objective == "nll" else rise(np.array(_IDENTITY))):
             notes.append("no mixture is better than the temperature alone, which is kept")
             weights, added = np.array(_ALONE), 0.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from segcal.calibrators.base import FitData, Fitted
-from segcal.calibrators.first_pass import FirstPass
+from segcal.calibrators.held_out import held_out_samples
 from segcal.calibrators.penalty import odir
 from segcal.kernels import ExpertMap, Features
 from segcal.solvers import adam
@@ -19,16 +19,13 @@ from segcal.solvers import adam
 if TYPE_CHECKING:
     from segcal.calibrators.experts import ExpertCalibrator
 
-_VOXELS, _VALIDATION_VOXELS, _BATCH = 100_000, 100_000, 20_000
+_VOXELS, _BATCH = 100_000, 20_000  # as many to validate on
 _SMALL = 1e-6  # what softplus makes of the zeros of the identity
 
 
 def fit_by_adam(calibrator: ExpertCalibrator, data: FitData) -> Fitted:
     """Set the calibrator to the state of the lowest validation NLL; there is no certificate of an optimum."""
-    data = data.held_out()
-    assert data.validation is not None
-    first = FirstPass.over(data.cases, _VOXELS, data.seed)
-    held_out = FirstPass.over(data.validation, _VALIDATION_VOXELS, data.seed).sample
+    first, held_out, notes = samples = held_out_samples(data, _VOXELS)
     module = _Experts(calibrator, first.num_classes)
     sample = first.sample
     weights, held_out_weights = (
@@ -62,7 +59,9 @@ def fit_by_adam(calibrator: ExpertCalibrator, data: FitData) -> Fitted:
         theta = torch.cat((mapping.weight, mapping.bias[:, :, None]), 2).double().numpy()
     identity = nn.functional.cross_entropy(sample.logits, sample.labels, reduction="none")
     before = float((weights * identity).double().mean())
-    notes = [training.message]
+    notes = [training.message, *notes]
+    if calibrator.basis(first.num_classes) is None:  # Adam knows no upper bounds
+        theta = np.clip(theta, *calibrator.bounds(first.num_classes, len(theta)))
     if after > before:
         notes.append("worse than the identity on the fit data, which is kept")
         theta, after = calibrator.identity(first.num_classes), before
@@ -73,7 +72,7 @@ def fit_by_adam(calibrator: ExpertCalibrator, data: FitData) -> Fitted:
         converged=training.converged,
         certificate=math.nan,
         iterations=training.iterations,
-        voxels_used=len(sample),
+        voxels_used=samples.voxels,
         notes=notes,
     )
 

@@ -276,12 +276,7 @@ def _conclude(
         ]
     used = first.total if streaming else len(sample)
     if used < first.total:
-        error = sample.standard_error(_losses(calibrator(sample.logits), sample.labels))
-        notes = [
-            *notes,
-            f"fitted to a stratified sample of {used:,} of {first.total:,} voxels, which leaves a standard error of "
-            f"{error:.1e} in the mean NLL; voxels='all' is exact",
-        ]
+        notes = [*notes, f"fitted to {sample.note(_losses(calibrator(sample.logits), sample.labels))}"]
     return Fitted(
         nll_before=before,
         nll_after=after,

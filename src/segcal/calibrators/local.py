@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
+from segcal.calibrators.held_out import hold_out
 from segcal.calibrators.limits import BETA, Limits
 from segcal.calibrators.local_network import (
     GATES,
@@ -27,7 +28,7 @@ from segcal.calibrators.local_network import (
     tree_shapes,
 )
 from segcal.calibrators.local_training import Recipe, fit_network
-from segcal.calibrators.measured import mean_loss
+from segcal.calibrators.measured import compared, mean_loss
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.errors import InputError, SegcalError
 from segcal.kernels import fast_maps
@@ -137,8 +138,7 @@ class LocalTemperatureScaling(Calibrator):
         start.fit(data.cases, seed=data.seed)
         assert start.fit_report is not None
         self.beta.copy_(start.beta)
-        held = data.held_out()
-        assert held.validation is not None
+        held = hold_out(data)
         recipe = Recipe(
             inputs=self.inputs,
             per_image=self.per_image,
@@ -156,14 +156,15 @@ class LocalTemperatureScaling(Calibrator):
             certificate=start.fit_report.certificate,
             iterations=found.iterations,
             voxels_used=found.voxels,
-            notes=[*start.fit_report.notes, found.message],
+            notes=[*start.fit_report.notes, *held.notes, *found.notes],
         )
         nll = mean_loss(data.cases, self).nll if found.better else math.inf
         if nll <= fitted.nll_after:
             return fitted._replace(nll_after=nll, certificate=found.gradient)
         self.network.reset()
         if found.better:
-            worse = f"NLL {nll:.6g} of all cases, with one temperature {fitted.nll_after:.6g}: worse, so this is ts"
+            beside = compared(nll, fitted.nll_after)
+            worse = f"NLL of all cases {beside} that with one temperature: no better, so this is ts"
             return fitted._replace(notes=[*fitted.notes, worse])
         return fitted
 

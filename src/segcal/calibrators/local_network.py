@@ -132,7 +132,7 @@ class TemperatureTree(nn.Module):
     def at_points(self, scores: Tensor) -> Tensor:
         """Factors ``(v,)`` of scores ``(v, C)`` whose neighbours are all like themselves."""
         taps = tuple(range(2, self.weight.ndim))
-        x = (scores - self.mean.to(scores)) / self.scale.to(scores)
+        x = ((scores - self.mean.to(scores)) / self.scale.to(scores)).nan_to_num_(0.0)
         branch = F.linear(x, self.weight.sum(taps).to(x), self.bias.to(x)).unbind(1)
         t1, t2, t3, t4, g1, g2, g3 = branch
         return F.softplus(_gate(g3, _gate(g1, t1, t2), _gate(g2, t3, t4)) + UNIT)
@@ -145,7 +145,7 @@ def _gate(gate: Tensor, one: Tensor, other: Tensor) -> Tensor:
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """The dilated convolution of standardised inputs; the scale goes into the weights, which are fewer."""
     ones = [1] * (x.ndim - 2)
-    x = x - mean.to(x).view(-1, *ones)
+    x = (x - mean.to(x).view(-1, *ones)).nan_to_num_(0.0)
     weight = weight.to(x) / scale.to(x).view(-1, *ones)
     if x.ndim == 4:
         return F.conv2d(x, weight, bias.to(x), dilation=DILATION)
@@ -160,13 +160,16 @@ def temperature(factor: Tensor, beta: Tensor | float) -> Tensor:
 def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
     """What the network sees of logits ``(N, C, ...)``: themselves or ``log S(z)``, no class ``FLOOR`` below the best.
 
+    Voxels without a softmax are NaN, as ignored ones may be, and the network takes them for average ones.
+
     Examples:
         >>> network_inputs(torch.tensor([[2.0, 2.0, -torch.inf]]), "logits")
         tensor([[  2.,   2., -58.]])
     """
     best = logits.amax(1, keepdim=True)
     if inputs == "logits":
-        return torch.maximum(logits, best - FLOOR).clamp(-GAUGE, GAUGE)
+        level = best.masked_fill(~torch.isfinite(best), torch.nan)
+        return torch.maximum(logits, level - FLOOR).clamp(-GAUGE, GAUGE)
     return (logits - best).log_softmax(1).clamp(min=-FLOOR)
 
 

@@ -29,6 +29,7 @@ from segcal.calibrators.local_network import (
     network_inputs,
     temperature,
 )
+from segcal.calibrators.measured import compared
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.solvers import adam
@@ -72,7 +73,7 @@ class Outcome(NamedTuple):
     """
 
     better: bool
-    message: str
+    notes: list[str]
     converged: bool
     gradient: float
     iterations: int
@@ -110,8 +111,12 @@ class Crops(NamedTuple):
         )
 
 
-def fit_network(network: TemperatureTree, beta: float, cases: CaseSet, validation: CaseSet, recipe: Recipe) -> Outcome:
+def fit_network(
+    network: TemperatureTree, beta: float, cases: CaseSet, validation: CaseSet | None, recipe: Recipe
+) -> Outcome:
     """Train in place; the network is left at the state of the lowest validation NLL.
+
+    Without validation cases there is one case, of which a part is held out.
 
     The loss is the mean NLL of ``S(beta z / factor)``, the factor being the network's output. Adam's first steps move
     every weight by the rate and, as neighbouring inputs are alike, these moves add up: so the rate falls with the
@@ -119,8 +124,10 @@ def fit_network(network: TemperatureTree, beta: float, cases: CaseSet, validatio
     """
     sides = _crop_sides(cases, network.kernel_axes)
     train = CropSource(cases, sides, network, recipe, share=1.0)
-    if len(cases) == 1 and validation is cases:
-        train, held_out = train.divided()
+    notes = []
+    if validation is None:
+        train, held_out, note = train.divided()
+        notes.append(note)
     else:
         held_out = CropSource(validation, sides, network, recipe, share=0.25)
     network.standardise_by(*_moments(train, network, recipe))
@@ -158,14 +165,15 @@ def fit_network(network: TemperatureTree, beta: float, cases: CaseSet, validatio
     network.zero_grad()
     network.requires_grad_(False)
     better = training.objective < single
-    comparison = f"validation NLL {training.objective:.6g}, with one temperature {single:.6g}"
+    comparison = f"validation NLL {compared(training.objective, single)} that with one temperature"
+    outcome = comparison if better else f"{comparison}: no better, so this is ts"
     return Outcome(
         better=better,
-        message=f"{training.message}; {comparison}" + ("" if better else ": not better, so this is ts"),
+        notes=[*notes, f"{training.message}; {outcome}"],
         converged=training.converged,
         gradient=gradient,
         iterations=training.iterations,
-        voxels=train.voxels + held_out.voxels,
+        voxels=train.voxels + (0 if held_out is train else held_out.voxels),
     )
 
 
@@ -174,7 +182,7 @@ def _nll(crops: Crops, beta: Tensor) -> Tensor:
     halo = [(whole - side) // 2 for whole, side in zip(crops.scores.shape[2:], crops.labels.shape[1:], strict=True)]
     box = tuple(slice(width, width + side) for width, side in zip(halo, crops.labels.shape[1:], strict=True))
     index = (slice(None), slice(None), *box)
-    z = crops.scores[index]
+    z = crops.scores[index].masked_fill((crops.labels == _NOT).unsqueeze(1), 0.0)  # which may be NaN there
     # Impossible classes are at a finite depth here: the gradient by beta would be 0 times infinity.
     gaps = (z - z.amax(1, keepdim=True)).clamp(min=_DEEPEST)
     scores = gaps * (beta.unsqueeze(1) if beta.ndim else beta)
@@ -215,20 +223,25 @@ class CropSource:
         """All crops, as many at a time as are held."""
         yield from self._draw() if self._held is None else self._held
 
-    def divided(self) -> tuple[CropSource, CropSource]:
-        """Four fifths and a fifth of the images, or of the crops of a single image; twice the same where it is one."""
+    def divided(self) -> tuple[CropSource, CropSource, str]:
+        """Four fifths and a fifth of the images, or of the crops of a single image, and what to tell the user.
+
+        Where there is one crop, or one image with a temperature of its own, both are the whole.
+        """
         (whole,) = self.parts()
-        owner = whole.owner
-        units = torch.unique(owner, return_inverse=True)[1]
+        units, name = torch.unique(whole.owner, return_inverse=True)[1], "images"
         if not self.recipe.per_image and int(units.max()) == 0:
-            units = torch.arange(len(owner))
-        count = int(units.max()) + 1
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.recipe.seed))
-        later = torch.isin(units, order[: -(-count // 5)]) if count > 1 else torch.ones(len(units), dtype=torch.bool)
+            units, name = torch.arange(len(whole.owner)), "windows, beside those trained on,"
+        counted = torch.unique(units[(whole.labels != _NOT).flatten(1).any(1)])
+        if len(counted) < 2:
+            return self, self, "there is one case, too small to hold a part out: validated on what was trained on"
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        chosen = counted[torch.randperm(len(counted), generator=generator)[: -(-len(counted) // 5)]]
+        later = torch.isin(units, chosen)
         train, held_out = copy.copy(self), copy.copy(self)
-        train._hold([whole.take((~later if count > 1 else later).nonzero()[:, 0])])
+        train._hold([whole.take((~later).nonzero()[:, 0])])
         held_out._hold([whole.take(later.nonzero()[:, 0])])
-        return train, held_out
+        return train, held_out, f"there is one case: a fifth of its {name} were held out for validation"
 
     def batches(self, generator: torch.Generator | None = None) -> Iterator[Crops]:
         """All crops, a few at a time; with a generator in random order. Crops that must be together are."""
@@ -362,7 +375,8 @@ class _Moments:
 
     def add(self, x: Tensor) -> None:
         flat = x.movedim(1, 0).flatten(1).double()
-        if not self.count:
+        flat = flat[:, torch.isfinite(flat).all(0)]
+        if not self.count and flat.numel():
             self.shift = flat.mean(1, keepdim=True)
         flat = flat - self.shift
         self.count += flat.shape[1]

@@ -49,6 +49,18 @@ def mean_loss(cases: CaseSet, calibrator: Calibrator | None = None) -> Loss:
     return Loss(nll, count)
 
 
+def compared(nll: float, other: float) -> str:
+    """An NLL beside another one, however near they are.
+
+    Examples:
+        >>> compared(0.43603612, 0.43603604), compared(0.2, 0.3), compared(0.5, 0.5)
+        ('0.436036, 8.0e-08 above', '0.2, 1.0e-01 below', '0.5, the same as')
+    """
+    if nll == other:
+        return f"{nll:.6g}, the same as"
+    return f"{nll:.6g}, {abs(nll - other):.1e} {'above' if nll > other else 'below'}"
+
+
 class Detection(NamedTuple):
     """How well mispredictions are told from correct predictions; NaN where there is nothing to tell.
 
@@ -72,7 +84,8 @@ class Detection(NamedTuple):
         return cls(_ratio(found, found + missed), _ratio(found, found + false), _ratio(told, told + false + missed))
 
     def __str__(self) -> str:
-        return f"mispredictions: recall {self.recall:.3f}, precision {self.precision:.3f}, accuracy {self.accuracy:.3f}"
+        told = {"recall": self.recall, "precision": self.precision, "accuracy": self.accuracy}
+        return "mispredictions: " + ", ".join(f"{name} {share:.3f}" for name, share in told.items() if share == share)
 
 
 def detection_counts(wrong: Tensor, flagged: Tensor, weights: NDArray[np.float64]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from segcal.calibrators.base import Calibrator, FitData, Fitted
 from segcal.calibrators.first_pass import FirstPass, SampleNLL
 from segcal.calibrators.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
-from segcal.calibrators.measured import Detection, detection_counts, mean_loss
+from segcal.calibrators.measured import Detection, compared, detection_counts, mean_loss
 from segcal.errors import InputError
 from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
@@ -112,7 +112,8 @@ class MetaCal(Calibrator):
         solution = self._set_temperature(first)
         after = mean_loss(data.cases, self).nll
         if not after <= first.nll:
-            notes.append(f"rejecting gives an NLL of {after:.6g} ({self.detection}): nothing is rejected")
+            worse = f"rejecting gives an NLL of {compared(after, first.nll)} that of the identity ({self.detection})"
+            notes.append(f"{worse}: nothing is rejected")
             self.gamma.fill_(_nothing(first.num_classes))
             self.counts = detection_counts(wrong, uncertain > self.gamma, sample.weights)
             solution = self._set_temperature(first)

@@ -12,7 +12,7 @@ from torch import Tensor
 from segcal.calibrators.base import Calibrator, FitData, Fitted
 from segcal.calibrators.cost import FitCost
 from segcal.calibrators.limits import SHARE, Limits
-from segcal.calibrators.measured import mean_loss
+from segcal.calibrators.measured import compared, mean_loss
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
 from segcal.kernels.fine_histogram import LOGIT_BINS, FineHistogram, logit_centres, logit_edges
@@ -239,7 +239,7 @@ def _measured(calibrator: IsotonicRegression | HistogramBinning, data: FitData, 
     notes = []
     if not after <= before:
         calibrator.fitted.fill_(0.0)
-        notes.append(f"renormalising gives an NLL of {after:.6g}, worse than that of the identity, which is kept")
+        notes.append(f"renormalising gives an NLL of {compared(after, before)} that of the identity, which is kept")
         after = before
     return Fitted(
         before, after, converged=True, certificate=0.0, iterations=1, voxels_used=histogram.voxels, notes=notes

@@ -18,7 +18,8 @@ from segcal.calibrators.composed import (
     fit_base,
     mapped,
 )
-from segcal.calibrators.first_pass import FirstPass, SampleNLL
+from segcal.calibrators.first_pass import SampleNLL
+from segcal.calibrators.held_out import held_out_samples
 from segcal.calibrators.limits import COUNT, LOWEST, Limits
 from segcal.calibrators.measured import Detection, detection_counts, mean_loss
 from segcal.errors import InputError
@@ -156,12 +157,9 @@ class SelectiveScaling(Calibrator):
     def _fit(self, data: FitData) -> Fitted:
         before = mean_loss(data.cases)
         notes = [] if self.base is None else fit_base(self.base, data)
-        parts = data.held_out()
-        assert parts.validation is not None
-        sample, held_out = (
-            FirstPass.over(mapped(cases, self.base), _VOXELS, data.seed).sample
-            for cases in (parts.cases, parts.validation)
-        )
+        samples = held_out_samples(data, _VOXELS, lambda cases: mapped(cases, self.base))
+        sample, held_out = samples.first.sample, samples.held_out
+        notes += samples.notes
         if data.voxels == "all" and len(sample) < sample.total:
             notes.append(f"voxels = 'all' is for the base: the selector is trained on {len(sample):,} voxels")
         training, choice = None, _Choice(0.0, 1.0, 0.0, converged=True, certificate=0.0)
@@ -171,18 +169,25 @@ class SelectiveScaling(Calibrator):
             training = self._train(sample, held_out, data.seed)
             choice = self._choose(held_out)
             epochs = len(training.history) - 1
-            notes += [f"selector of epoch {training.best} of {epochs} kept; {self.detection}"]
+            notes += [f"selector of epoch {training.best} of {epochs} kept; {self.detection}", *self._degenerate()]
         after = self._measure(data, before.nll, choice, notes)
-        same = parts.validation is parts.cases
         return Fitted(
             nll_before=before.nll,
             nll_after=after,
             converged=choice.converged,
             certificate=choice.certificate,
             iterations=0 if training is None else training.iterations,
-            voxels_used=len(sample) + (0 if same else len(held_out)),
+            voxels_used=samples.voxels,
             notes=notes,
         )
+
+    def _degenerate(self) -> list[str]:
+        """What there is to say of a selector that does not select."""
+        (kept, false), _ = self.counts.tolist()
+        if not false > kept:
+            return []
+        share, hint = false / (kept + false), "" if self.base else ", which base='ts' would find first"
+        return [f"the selector takes {share:.0%} of the correct predictions for wrong: T1 is nearly that of ts{hint}"]
 
     def _train(self, sample: VoxelSample, held_out: VoxelSample, seed: int) -> Training:
         """Train a selector, and keep it with batch norm folded into the linear maps."""
@@ -264,7 +269,7 @@ class _Selection(NamedTuple):
         weights = torch.from_numpy(sample.weights)
         totals = torch.zeros(2, dtype=torch.float64).index_add_(0, wrong, weights)
         balanced = weights / totals[wrong] * len(sample) / 2
-        return cls(_selector_input(sample.logits.log_softmax(1)), wrong, balanced.float())
+        return cls(_selector_input(sample.logits.log_softmax(1)).float(), wrong, balanced.float())
 
     def loss(self, network: nn.Module, index: Tensor | slice) -> Tensor:
         losses = nn.functional.cross_entropy(network(self.inputs[index]), self.wrong[index], reduction="none")
@@ -329,7 +334,8 @@ class _Choice(NamedTuple):
 def _least_nll(sample: VoxelSample, suspicion: Tensor, begins: float | None) -> _Choice:
     """The choice of least NLL: T1 exactly, as that is convex, where suspicion begins among some of its quantiles."""
     everything = SampleNLL.of(sample)
-    thresholds = [begins] if begins is not None else suspicion.quantile(torch.linspace(0, 1, _THRESHOLDS + 1)).tolist()
+    shares = torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype)
+    thresholds = [begins] if begins is not None else suspicion.quantile(shares).tolist()
     choices = []
     for threshold in thresholds:
         function = everything.where(suspicion > threshold)
