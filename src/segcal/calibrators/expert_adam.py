@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from segcal.calibrators.base import FitData, Fitted
 from segcal.calibrators.held_out import held_out_samples
 from segcal.calibrators.penalty import odir
 from segcal.kernels import ExpertMap, Features
+from segcal.sampling import VoxelSample
 from segcal.solvers import adam
 
 if TYPE_CHECKING:
@@ -25,12 +26,10 @@ _SMALL = 1e-6  # what softplus makes of the zeros of the identity
 
 def fit_by_adam(calibrator: ExpertCalibrator, data: FitData) -> Fitted:
     """Set the calibrator to the state of the lowest validation NLL; there is no certificate of an optimum."""
-    first, held_out, notes = samples = held_out_samples(data, _VOXELS)
+    samples = held_out_samples(data, _VOXELS)
+    first, sample = samples.first, samples.first.sample
     module = _Experts(calibrator, first.num_classes)
-    sample = first.sample
-    weights, held_out_weights = (
-        torch.from_numpy(own.weights / own.weights.mean()).float() for own in (sample, held_out)
-    )
+    weights = torch.from_numpy(sample.weights / sample.weights.mean()).float()
 
     def loss(index: Tensor) -> Tensor:
         log_probs = module.map()(sample.logits[index]).log_softmax(1)
@@ -40,26 +39,20 @@ def fit_by_adam(calibrator: ExpertCalibrator, data: FitData) -> Fitted:
     def batches(generator: torch.Generator) -> Iterator[Tensor]:
         return iter(torch.split(torch.randperm(len(sample), generator=generator), _BATCH))
 
-    def nll(logits: Tensor, labels: Tensor, own: Tensor) -> float:
-        log_probs = module.map()(logits).log_softmax(1)
-        return float((own * nn.functional.nll_loss(log_probs, labels, reduction="none")).double().mean())
-
     training = adam(
         module,
         loss,
         batches,
-        lambda: nll(held_out.logits, held_out.labels, held_out_weights),
+        lambda: _nll([samples.held_out], module.map()),
         rate=calibrator.rate,
         patience=calibrator.patience,
         seed=data.seed,
     )
     with torch.no_grad():
         mapping = module.map()
-        after = nll(sample.logits, sample.labels, weights)
+        before, after = _nll(samples.whole), _nll(samples.whole, mapping)
         theta = torch.cat((mapping.weight, mapping.bias[:, :, None]), 2).double().numpy()
-    identity = nn.functional.cross_entropy(sample.logits, sample.labels, reduction="none")
-    before = float((weights * identity).double().mean())
-    notes = [training.message, *notes]
+    notes = [training.message, *samples.notes]
     if calibrator.basis(first.num_classes) is None:  # Adam knows no upper bounds
         theta = np.clip(theta, *calibrator.bounds(first.num_classes, len(theta)))
     if after > before:
@@ -75,6 +68,16 @@ def fit_by_adam(calibrator: ExpertCalibrator, data: FitData) -> Fitted:
         voxels_used=samples.voxels,
         notes=notes,
     )
+
+
+def _nll(samples: Sequence[VoxelSample], mapping: ExpertMap | None = None) -> float:
+    """The mean NLL of what the samples stand for, mapped or as it is."""
+    total = 0.0
+    for sample in samples:
+        scores = sample.logits if mapping is None else mapping(sample.logits)
+        losses = nn.functional.cross_entropy(scores, sample.labels, reduction="none")
+        total += float(torch.from_numpy(sample.weights) @ losses.double())
+    return total / float(sum(sample.weights.sum() for sample in samples))
 
 
 class _Experts(nn.Module):

@@ -26,10 +26,14 @@ class HeldOut(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A sample to train on, with what the first pass found, one to validate on, and what to tell the user."""
+    """A sample to train on, with what the first pass found, one to validate on, and what to tell the user.
+
+    ``whole`` are those that stand for all that is fitted to, validation included where it was held out of that.
+    """
 
     first: FirstPass
     held_out: VoxelSample
+    whole: list[VoxelSample]
     notes: list[str]
 
     @property
@@ -67,15 +71,17 @@ def held_out_samples(data: FitData, voxels: int, see: Callable[[CaseSet], CaseSe
     parts = hold_out(data)
     first = FirstPass.over(see(parts.cases), voxels, data.seed)
     if parts.validation is not None:
-        return Samples(first, FirstPass.over(see(parts.validation), voxels, data.seed).sample, parts.notes)
+        held_out = FirstPass.over(see(parts.validation), voxels, data.seed).sample
+        whole = [first.sample] if data.validation is not None else [first.sample, held_out]
+        return Samples(first, held_out, whole, parts.notes)
     sample = first.sample
     if len(sample) < 2:
-        return Samples(first, sample, ["there is one voxel, which was trained and validated on"])
+        return Samples(first, sample, [sample], ["there is one case with one voxel: validated on what was trained on"])
     order = np.random.default_rng(data.seed).permutation(len(sample))
     count = max(1, round(SHARE * len(sample)))
     others, chosen = (sample.take(np.sort(part)) for part in (order[count:], order[:count]))
     note = "there is one case: a fifth of its voxels were held out for validation, among those trained on"
-    return Samples(replace(first, sample=others), chosen, [note])
+    return Samples(replace(first, sample=others), chosen, [sample], [note])
 
 
 def _split(cases: CaseSet, seed: int) -> Split:
