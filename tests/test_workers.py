@@ -17,14 +17,7 @@ from segcal.compare import compare, run
 from segcal.errors import InputError, WorkerError
 from segcal.synthetic import Temperature, scenes
 from segcal.workers import in_workers
-
-
-def scaled(factor, values, *, progress):
-    for value in values:
-        progress(f"{factor * value}")
-    if values == [0]:
-        raise InputError("nothing to scale")
-    return [factor * value for value in values]
+from worker_tasks import opened_only_by, scaled
 
 
 def test_results_come_in_order_progress_as_it_is_made_and_errors_as_they_are():
@@ -33,13 +26,6 @@ def test_results_come_in_order_progress_as_it_is_made_and_errors_as_they_are():
     assert sorted(told) == ["10", "20", "300"]
     with pytest.raises(InputError, match="nothing to scale"):
         in_workers(scaled, [(10, [0])], told.append)
-
-
-def opened_only_by(pid, ref):
-    """A case that is the death of any other process that opens it."""
-    if os.getpid() != pid:
-        os._exit(9)
-    return ref.open()
 
 
 def deadly(cases):
