@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Fitted
-from segcal.calibrators.expert_fit import Rows, Sums, expert_map, expert_sums
+from segcal.calibrators.expert_fit import RememberedSums, Rows, Sums, expert_map, expert_sums
 from segcal.calibrators.expert_problem import ExpertProblem
 from segcal.calibrators.first_pass import FirstPass, most_voxels
 from segcal.calibrators.penalty import Quadratic, odir
@@ -35,15 +35,15 @@ _CURVATURE_VOXELS, _VOXELS_PER_PARAMETER = 100_000, 15
 # as much again, and else needs no more than so many passes over everything.
 _START, _PASSES = 3, 12
 # Free maps of one class each have so many parameters that they fit a sample by going astray on all other voxels: they
-# take few steps on more voxels, and then damped ones with the curvature of all.
-_VOXELS_PER_FREE_PARAMETER, _FREE_STEPS = 60, 6
+# take damped steps with the curvature of all, or of so many.
+_VOXELS_PER_FREE_PARAMETER = 60
 #: An expert with fewer voxels than this for each of its parameters is shrunk toward its parent.
 STARVED = 10
 # Curvature given to shifts of all classes alike, which no softmax sees, so that they stay where they are.
 _GAUGE = 1e-2
 # The solver ends when it expects to gain no more than this, in nats per voxel; damped steps, whose last part is long,
 # end at more where each reads everything.
-_GAIN, _DAMPED_GAIN, _DAMPED_SAMPLE_GAIN = 1e-7, 5e-7, 1e-12
+_GAIN, _DAMPED_GAIN, _COMPLETE_GAIN = 1e-7, 5e-7, 1e-12
 # The projected gradient at which damped steps end all the same. Where classes can nearly be told apart, parameters go
 # far for little: a gradient of 1e-8 over a hundred units is 1e-6.
 _FLAT = 1e-12
@@ -85,15 +85,15 @@ def fit_exactly(
     streaming = cases is not None and not sample.complete
 
     @cache
-    def whole_rows() -> Rows:
-        return _rows(sample, features, len(centre))
+    def whole_sample() -> RememberedSums:
+        return RememberedSums(_rows(sample, features, len(centre)), features, threads)
 
     def whole(x: FloatArray) -> tuple[FloatArray, FloatArray]:
         theta = problem.theta(x)
         if streaming:
             assert cases is not None
             return problem.combine(_stream(cases, theta, features, fast=not first.impossible), x)
-        return problem.combine(expert_sums(whole_rows(), theta, features, threads=threads), x)
+        return problem.combine(whole_sample()(theta), x)
 
     def curvature(x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
         theta = problem.theta(x)
@@ -101,29 +101,28 @@ def fit_exactly(
             assert cases is not None
             sums = _stream_curvature(cases, theta, features, experts)
         else:
-            sums = _curvature(whole_rows(), theta, features, experts)
+            sums = _curvature(whole_sample().rows, theta, features, experts)
         return [problem.hessian(e, sums[e]) for e in experts]
 
     solve = partial(minimise, lower=limits[0], upper=limits[1], blocks=problem.blocks())
     astray, rich = _goes_astray(calibrator), _curvature_voxels(calibrator, classes)
     x = problem.x(centre if start is None else start)
     rough = 1e-6 if calibrator.routed else 1e-4  # experts have few voxels each, and wander off from a rough start
-    if len(sample) > rich // _START and start is None:
+    if len(sample) > rich // _START and start is None and not astray:
         few = _rows(sample.thin(rich // _START), features, len(centre))
-        steps = _FREE_STEPS if astray else 100
-        x = solve(Newton(partial(problem.with_curvature, few)), x, tolerance=rough, max_steps=steps).value
+        x = solve(Newton(partial(problem.with_curvature, few)), x, tolerance=rough).value
     solution: Solution[FloatArray] | None = None
-    if len(sample) > _START * rich or (streaming and not astray):
+    if (len(sample) > _START * rich or streaming) and not astray:
         some = _rows(sample.thin(rich) if rich < len(sample) else sample, features, len(centre))
         policy = SampledNewton(partial(problem.with_curvature, some), whole)
         solution = solve(policy, x, gain=_GAIN, max_evaluations=_PASSES)
         x = solution.value
     if solution is None or not solution.converged:
         if streaming or astray:
-            gain = _DAMPED_GAIN if streaming else _DAMPED_SAMPLE_GAIN
+            gain = _DAMPED_GAIN if streaming else _COMPLETE_GAIN if sample.complete else _GAIN
             solution = solve(DampedNewton(whole, curvature), x, gain=gain, tolerance=_FLAT, max_evaluations=200)
         else:
-            solution = solve(Newton(partial(problem.with_curvature, whole_rows())), x)
+            solution = solve(Newton(partial(problem.with_curvature, whole_sample().rows)), x)
     return _conclude(calibrator, first, problem, solution, notes, streaming)
 
 

@@ -24,6 +24,8 @@ Pieces = Sequence[tuple[int, slice]]
 _ROWS = 512
 # Voxels described at a time, so that copies of their logits in float64 stay small.
 _DESCRIBED = 2**14
+# Points of an expert whose sums are kept: where it is, and where it went last.
+_REMEMBERED = 2
 
 
 class Rows(NamedTuple):
@@ -93,6 +95,31 @@ def expert_sums(
         return Sums(total.nll, total.gradient, total.products if curvature else None)
     second = [_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in total.products]
     return Sums(total.nll, total.gradient, np.stack(second) if curvature else None)
+
+
+class RememberedSums:
+    """NLL and gradient of rows, which are not summed again for experts that are where they were.
+
+    A solver moves some experts and lets others rest; between two steps of one it comes back to where that was.
+    """
+
+    def __init__(self, rows: Rows, features: Features, threads: int) -> None:
+        self.rows, self.features, self.threads = rows, features, threads
+        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = {}
+
+    def __call__(self, theta: FloatArray) -> Sums:
+        """Those of ``expert_sums`` at ``theta (E, K, J + 1)``."""
+        points = [own.tobytes() for own in theta]
+        new = [e for e, point in enumerate(points) if point not in self._known.get(e, {})]
+        if new:
+            sums = expert_sums(self.rows, theta, self.features, experts=new, threads=self.threads)
+            for e in new:
+                known = self._known.setdefault(e, {})
+                while len(known) >= _REMEMBERED:
+                    known.pop(next(iter(known)))
+                known[points[e]] = sums.nll[e], sums.gradient[e]
+        found = [self._known[e][point] for e, point in enumerate(points)]
+        return Sums(np.array([nll for nll, _ in found]), np.stack([gradient for _, gradient in found]), None)
 
 
 class _Part(NamedTuple):

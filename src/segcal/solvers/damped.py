@@ -21,9 +21,11 @@ Curvature = Callable[[FloatArray, Sequence[int]], Sequence[FloatArray]]
 # along which there is next to no curvature.
 _DAMPING = 1e-3
 # The share of the predicted decrease below which there is more damping, and above which there is less; by this factor.
+# Where trial points are refused in a row, its square, its cube and so on (similar to Nielsen, IMM-REP-1999-05).
 _POOR, _GOOD, _FACTOR = 0.25, 0.75, 4.0
 _REFUSALS = 15  # trial points refused in a row
 _NOISE = 1e-7  # changes of f, relative to f, that may be rounding, for f may be summed in float32
+_PLENTY = 10.0  # times that, a block's share of ``gain``: as long as a damped step predicts more, it need not be asked
 _NOTHING = 1e-3  # of a decrease that is not worth a step: refused steps that predict less are given up
 
 
@@ -41,7 +43,7 @@ class DampedNewton:
 
     A step that overshoots is not shortened but bent toward where the function is steep: along directions with next to
     no curvature Newton's own steps are far too long. The curvature is asked for only where a block has moved and goes
-    on. What is left to gain is what the undamped model predicts.
+    on. What is left to gain is what the undamped model predicts; it is asked for once the damped one predicts little.
 
     Args:
         whole: ``x -> (value, gradient)``.
@@ -80,9 +82,11 @@ class DampedNewton:
         for number, hessian in zip(moved, self.curvature(x.copy(), moved) if moved else (), strict=True):
             block, here = blocks[number], blocks[number].here
             block.state.hessian = np.array(hessian, np.float64)
-            target = minimise_quadratic(block.state.hessian, here.gradient, here.x, block.box)
-            block.left = predicted_decrease(block.state.hessian, here.gradient, target - here.x)
             _aim(block)
+            block.left = np.inf
+            if block.predicted <= _PLENTY * block.enough:
+                target = minimise_quadratic(block.state.hessian, here.gradient, here.x, block.box)
+                block.left = predicted_decrease(block.state.hessian, here.gradient, target - here.x)
 
     def judge(self, block: Block[_Damped], there: Point) -> bool:
         """Take the trial point where f is lower, and change the damping by how good the model was."""
@@ -92,7 +96,7 @@ class DampedNewton:
             fall = -0.5 * float((here.gradient + there.gradient) @ step)
         share = fall / block.predicted if there.finite and block.predicted > 0 else -np.inf
         if share < _POOR:
-            state.damping *= _FACTOR if share > 0 else _FACTOR**2
+            state.damping *= _FACTOR**block.refusals
         elif share > _GOOD:
             state.damping /= _FACTOR
         if there.finite and fall > 0:
