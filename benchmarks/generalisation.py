@@ -19,7 +19,7 @@ from torch import Tensor
 import segcal
 from segcal.cases import CaseSet
 from segcal.inference import bootstrap_interval
-from segcal.tuning import Select, tune
+from segcal.study.tuning import Select, tune
 
 METRICS = ("nll", "ece", "ace", "ba-ece", "brier", "flip")
 TUNED = ("cms-ap", "cms-op")

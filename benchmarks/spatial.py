@@ -27,8 +27,8 @@ from scipy.stats import spearmanr
 import segcal
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.local import LocalTemperatureScaling
-from segcal.case_scores import case_scores
 from segcal.cases import CaseRef, CaseSet
+from segcal.cases.calibrated import case_scores
 from segcal.synthetic import (
     ConfidentlyWrong,
     GaugeOffsets,

@@ -36,9 +36,9 @@ from segcal.calibrators import (
 )
 from segcal.cases import open_cases, write_dataset
 from segcal.cases.disk import DiskCase
-from segcal.compare import Step, compare
-from segcal.evaluate import evaluate_many
+from segcal.evaluation.evaluate import evaluate_many
 from segcal.inference import hierarchical_bootstrap, mean_over_repeats
+from segcal.study import Step, compare
 from segcal.synthetic import demo_plant, scenes
 
 STUDIES, REPEATS, TESTED = 200, 3, 0.3

@@ -6,15 +6,15 @@ import torch
 import segcal
 from datasets import plain
 from segcal.calibrators import SelectiveScaling
-from segcal.compare import compare
 from segcal.errors import SegcalError, did_you_mean
-from segcal.evaluate import evaluate
+from segcal.evaluation.evaluate import evaluate
 from segcal.metrics import preset
 from segcal.metrics.modules import Calibration
 from segcal.regions import CaseRegions
+from segcal.study import compare
+from segcal.study.tuning import tune
 from segcal.synthetic import scenes
 from segcal.training.config import parse_config
-from segcal.tuning import tune
 
 CASES = scenes(6, size=(16, 20))
 

@@ -18,8 +18,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 import segcal
-from segcal import maps, plots
+from segcal import plots
 from segcal.errors import InputError, MissingExtraError, OutputError
+from segcal.evaluation import maps
 from segcal.metrics.reliability import Reliability, reliability
 from segcal.plots import style
 from segcal.plots.colours import _views

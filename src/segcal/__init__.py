@@ -1,19 +1,19 @@
 """segcal makes the confidence of segmentation networks true."""
 
 from segcal import calibrators, fusion, losses, metrics, regions, scores, synthetic
-from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, open_cases, write_dataset
-from segcal.check import CheckReport, check
-from segcal.compare import Study, compare
 from segcal.errors import SegcalError
-from segcal.evaluate import evaluate
+from segcal.evaluation.apply import apply
+from segcal.evaluation.check import CheckReport, check
+from segcal.evaluation.evaluate import evaluate
+from segcal.evaluation.results import Results
 from segcal.losses import LOSSES
 from segcal.metrics import METRICS
 from segcal.regions import REGIONS
-from segcal.results import Results
 from segcal.statistics import VoxelStatistics
-from segcal.tuning import tune
+from segcal.study import Study, compare
+from segcal.study.tuning import tune
 from segcal.types import Case, Chunk, FitReport
 
 __version__ = "0.1.0"

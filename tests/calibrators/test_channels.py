@@ -9,10 +9,10 @@ from safetensors import safe_open
 
 import segcal
 from multilabel import channels, stacked
-from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
-from segcal.case_scores import case_scores
+from segcal.cases.calibrated import case_scores
 from segcal.errors import DataError, InputError
+from segcal.evaluation.apply import apply
 
 PARTS = channels(3, {"liver": 1.0, "tumour": 4.0}, size=(20, 24), ignored=0.05)
 CASES = stacked(**PARTS)

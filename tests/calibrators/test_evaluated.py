@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import segcal
-from segcal.apply import apply
 from segcal.cases import write_dataset
+from segcal.evaluation.apply import apply
 from segcal.metrics import METRICS
 
 # Without flips, which compare with the scores before calibration: files do not know these.

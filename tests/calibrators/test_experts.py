@@ -8,9 +8,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from reference.calibrators import MAPS, best_nll, drawn, least, nll, start
-from segcal.calibrators import CALIBRATORS, expert_adam, expert_exact, experts, load
-from segcal.calibrators.expert_fit import Rows, expert_sums
+from segcal.calibrators import CALIBRATORS, experts, load
 from segcal.errors import InputError
+from segcal.fitting import expert_adam, expert_exact
+from segcal.fitting.expert_fit import Rows, expert_sums
 from segcal.kernels.experts import ExpertMap
 from segcal.scores import canonical_logits
 from segcal.synthetic import Temperature, scenes
@@ -180,7 +181,7 @@ def test_the_optimum_is_scipys(solved):
 @pytest.mark.parametrize("large", [2**30, 1])
 def test_a_sample_and_passes_over_everything_find_the_same(solved, large, monkeypatch):
     name, z, y, best = solved
-    monkeypatch.setattr("segcal.kernels._LARGE", large)  # passes by torch, or by numba
+    monkeypatch.setattr("segcal.kernels.dispatch._LARGE", large)  # passes by torch, or by numba
     monkeypatch.setattr(expert_exact, "SAMPLE_VOXELS", 2000)
     monkeypatch.setattr(expert_exact, "_CURVATURE_VOXELS", 900)
     monkeypatch.setattr(expert_exact, "_VOXELS_PER_PARAMETER", 1)

@@ -5,11 +5,11 @@ import torch
 
 import segcal
 from segcal.calibrators import TemperatureScaling, meta
-from segcal.calibrators.first_pass import SampleNLL
-from segcal.calibrators.measured import Detection, detection_counts
 from segcal.calibrators.meta import MetaCal, entropy
 from segcal.errors import InputError
-from segcal.sampling import VoxelSampler
+from segcal.fitting.first_pass import SampleNLL
+from segcal.fitting.measured import Detection, detection_counts
+from segcal.fitting.sampling import VoxelSampler
 from segcal.synthetic import Temperature, scenes
 
 CASES = scenes(3, size=(32, 40), plant=[Temperature(4.0)], ignored=0.05)

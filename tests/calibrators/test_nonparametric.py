@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.nonparametric import (
     HistogramBinning,
     IsotonicRegression,
@@ -11,7 +10,9 @@ from segcal.calibrators.nonparametric import (
 )
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
-from segcal.kernels.fine_histogram import LIMIT, LOGIT_BINS, logit_bin
+from segcal.fitting.measured import mean_loss
+from segcal.kernels.fine_histogram import logit_bin
+from segcal.kernels.grid import LIMIT, LOGIT_BINS
 from segcal.scores import log_probabilities, only_possible
 from segcal.synthetic import Temperature, scenes
 

@@ -4,9 +4,9 @@ import torch
 import segcal
 from segcal.calibrators import DirichletCalibration, TemperatureScaling, composed, load, selective
 from segcal.calibrators.base import Calibrator, Fitted
-from segcal.calibrators.measured import mean_loss
 from segcal.calibrators.selective import SelectiveScaling, paper_temperature
 from segcal.errors import InputError
+from segcal.fitting.measured import mean_loss
 from segcal.synthetic import ConfidentlyWrong, Temperature, scenes
 
 FIT = scenes(4, size=(32, 40), plant=[ConfidentlyWrong()])

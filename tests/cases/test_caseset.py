@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import segcal
 from datasets import plain
 from segcal.cases import CaseRef, CaseSet
-from segcal.check import check
 from segcal.errors import ConfigError, InputError
+from segcal.evaluation.check import check
 
 
 def fake(count, groups=None, splits=None):

@@ -9,9 +9,9 @@ import pytest
 
 import segcal
 from datasets import labels, logits, nnunet, plain, save_nifti
-from segcal.apply import apply
 from segcal.calibrators import TemperatureScaling
 from segcal.errors import DataError, SegcalError
+from segcal.evaluation.apply import apply
 
 # -- files that belong to no case -------------------------------------------------------------------------------------
 

@@ -9,14 +9,14 @@ import torch
 
 import segcal
 from datasets import labels, logits, plain, save_nifti, snapshot
-from segcal.apply import apply
 from segcal.calibrators import TemperatureScaling
-from segcal.calibrators.tensor_cases import tensors_as_cases
 from segcal.cases import CaseRef, OutputFolder, ScoreWriter, write_dataset
 from segcal.cases.pack import FORMATS
+from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.errors import DataError, InputError, OutputError
-from segcal.folders import JOURNAL
-from segcal.maps import write_maps
+from segcal.evaluation.apply import apply
+from segcal.evaluation.maps import write_maps
+from segcal.files.folders import JOURNAL
 from segcal.synthetic import scenes
 
 

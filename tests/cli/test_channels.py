@@ -11,7 +11,7 @@ from datasets import nnunet
 from multilabel import channels, stacked
 from segcal.calibrators import load
 from segcal.cases import write_dataset
-from segcal.results import Results
+from segcal.evaluation.results import Results
 
 REGIONS = {"whole": [1, 2], "core": [2]}
 

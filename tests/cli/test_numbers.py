@@ -7,14 +7,14 @@ import pytest
 
 import segcal.cli
 from datasets import plain
-from segcal.compare import compare
 from segcal.errors import MAX_SEED, InputError
-from segcal.evaluate import evaluate
+from segcal.evaluation.evaluate import evaluate
 from segcal.inference import hierarchical_bootstrap
+from segcal.study import compare
+from segcal.study.tuning import tune
 from segcal.synthetic import scenes
 from segcal.training import convert
 from segcal.training.config import parse_config
-from segcal.tuning import tune
 
 ARGUMENTS = {
     "evaluate": ("data",),

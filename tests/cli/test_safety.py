@@ -11,7 +11,7 @@ import segcal
 import segcal.cli
 from datasets import nnunet, plain, snapshot
 from segcal.errors import OutputError, SegcalError
-from segcal.results import Results
+from segcal.evaluation.results import Results
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from rich.console import Console
 
 import segcal.cli.study
 from report.example import document, harm
-from segcal.compare import Study
+from segcal.study import Study
 
 
 def printed(study, monkeypatch, tmp_path, width=200):

@@ -7,7 +7,8 @@ import torch
 from segcal.calibrators.nonparametric import HistogramBinning, IsotonicRegression
 from segcal.errors import InputError
 from segcal.kernels import fine_histogram
-from segcal.kernels.fine_histogram import LIMIT, LOGIT_BINS, FineHistogram, logit_bin, logit_edges
+from segcal.kernels.fine_histogram import FineHistogram, logit_bin, logit_edges
+from segcal.kernels.grid import LIMIT, LOGIT_BINS
 from segcal.kernels.voxels import Voxels
 from segcal.scores import log_probabilities
 

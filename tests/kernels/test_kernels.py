@@ -220,7 +220,7 @@ def test_nothing_to_count(backend):
 
 def test_numba_is_chosen_by_size_and_dtype(monkeypatch):
     called = []
-    monkeypatch.setattr(kernels, "_numba_kernel", lambda: lambda voxels, threads: called.append(voxels))
+    monkeypatch.setattr("segcal.kernels.dispatch._numba_kernel", lambda: lambda voxels, threads: called.append(voxels))
     logits, labels = example(4, (1, 300, 300))
     tally(Voxels(logits, labels, TOP, None))
     assert len(called) == 1

@@ -178,7 +178,7 @@ def test_nacl_agrees_with_monai_away_from_the_border(penalty, space):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_crac_in_one_compiled_pass(space, patch, margin, ignored, reduction, monkeypatch):
     """numba's loop, which takes large float32 batches on the CPU, and torch's operations in float64."""
-    monkeypatch.setattr("segcal.kernels._LARGE", 1)
+    monkeypatch.setattr("segcal.kernels.dispatch._LARGE", 1)
     logits, labels = batch(space, images=3, ignored=ignored)
     logits[0, :, :4] = 0  # where tau is 0 too there is no slope
     if ignored:

@@ -9,10 +9,10 @@ import torch
 import segcal
 from datasets import plain
 from segcal.errors import InputError
-from segcal.evaluate import evaluate
+from segcal.evaluation.evaluate import evaluate
+from segcal.evaluation.plan import parse_metric
+from segcal.evaluation.results import plain as plain_values
 from segcal.metrics import METRICS, Column, options_of
-from segcal.plan import parse_metric
-from segcal.results import plain as plain_values
 
 # Two values of each option that must give different numbers.
 PAIRS = {

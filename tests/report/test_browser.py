@@ -10,7 +10,7 @@ import torch
 
 from report.example import HOSTILE
 from report.pages import keys, means, opened, scroll_to_end
-from segcal.compare.browser import _classes
+from segcal.study.browser import _classes
 
 
 @pytest.mark.parametrize("name", ["volumes", "images", "bare", "crowded", "channels"])

@@ -11,7 +11,7 @@ from segcal.calibrators.affine import (
     TranslationInvariantMatrixScaling,
     VectorScaling,
 )
-from segcal.calibrators.base import Calibrator
+from segcal.calibrators.base import CALIBRATORS, Calibrator
 from segcal.calibrators.conditional import ClassConditionalDirichlet, CMSArgmaxPreserving, CMSOrderPreserving
 from segcal.calibrators.ensemble import Ensemble
 from segcal.calibrators.ensemble_temperature import EnsembleTemperatureScaling
@@ -48,9 +48,9 @@ __all__ = [
     "load",
 ]
 
-#: Calibrator id to class, as METHODS.md section 2 names them.
-CALIBRATORS: dict[str, type[Calibrator]] = {
-    cls.id: cls
+# Calibrator id to class, as METHODS.md section 2 names them.
+CALIBRATORS.update(
+    (cls.id, cls)
     for cls in (
         TemperatureScaling,
         EnsembleTemperatureScaling,
@@ -70,7 +70,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
         HistogramBinning,
         Ensemble,
     )
-}
+)
 
 
 def load(path: str | Path) -> Calibrator:

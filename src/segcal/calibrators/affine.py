@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from segcal.calibrators.base import ParameterCount
 from segcal.calibrators.experts import ExpertCalibrator
-from segcal.calibrators.limits import Limits
+from segcal.fitting.limits import Limits
 from segcal.kernels import AffineMap
 
 

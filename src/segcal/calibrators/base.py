@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from segcal.calibrators.cost import FitCost, check_cost
 from segcal.calibrators.module import CalibratorModule, become
 from segcal.calibrators.per_channel import (
     channel_pieces,
@@ -23,39 +22,19 @@ from segcal.calibrators.per_channel import (
     split_channels,
 )
 from segcal.calibrators.storage import calibrator_bytes
-from segcal.calibrators.tensor_cases import tensors_as_cases
-from segcal.case_scores import check_classes
 from segcal.cases import CaseSet
+from segcal.cases.calibrated import check_classes
+from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.errors import InputError, SegcalError, check_name, check_seed
-from segcal.files import atomic_path
+from segcal.files.atomic import atomic_path
+from segcal.fitting.cost import FitCost, check_cost
+from segcal.fitting.data import FitData, Fitted, VoxelBudget
 from segcal.kernels import AffineMap, fast_maps
 from segcal.scores import keep_argmax, only_possible
 from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
-VoxelBudget = Literal["auto", "all"]
 TensorPair = tuple[Tensor, Tensor]
-
-
-class FitData(NamedTuple):
-    """What a calibrator is fitted to: cases, cases to validate on, how many voxels to use, and a seed."""
-
-    cases: CaseSet
-    validation: CaseSet | None
-    voxels: VoxelBudget
-    seed: int
-
-
-class Fitted(NamedTuple):
-    """What a subclass reports of its fit; the base class adds the time it took."""
-
-    nll_before: float
-    nll_after: float
-    converged: bool
-    certificate: float
-    iterations: int
-    voxels_used: int
-    notes: Sequence[str] = ()
 
 
 class Choice(NamedTuple):
@@ -197,7 +176,7 @@ class Calibrator(CalibratorModule, ABC):
         """Raise where a fit to so many classes takes more memory than there is for it."""
         cost = self.cost(num_classes)
         if cost is not None:
-            check_cost(self.id, num_classes, cost)
+            check_cost(self.id, num_classes, cost, CALIBRATORS)
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount | None:
@@ -321,3 +300,7 @@ class Calibrator(CalibratorModule, ABC):
             channels=[(own.arguments(), own.fit_report) for own in self.per_channel],
             channel_names=self.channel_names,
         )
+
+
+#: Every calibrator by its id, filled by ``segcal.calibrators``; here, so that calibrators can look up others.
+CALIBRATORS: dict[str, type[Calibrator]] = {}

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData
-from segcal.case_scores import case_scores
+from segcal.calibrators.base import CALIBRATORS, Calibrator
 from segcal.cases import CaseRef, CaseSet
+from segcal.cases.calibrated import case_scores
 from segcal.errors import check_name
+from segcal.fitting.data import FitData
 from segcal.types import Case, CaseSource
 
 #: A calibrator, its id, its id and arguments as ``describe`` gives them, or none.
@@ -25,8 +26,6 @@ def base_calibrator(base: Base) -> Calibrator | None:
         >>> base_calibrator("ts"), base_calibrator(None)
         (TemperatureScaling(), None)
     """
-    from segcal.calibrators import CALIBRATORS  # the registry imports the modules that import this one
-
     if base is None or isinstance(base, Calibrator):
         return base
     name, arguments = (base, {}) if isinstance(base, str) else (base.get("id"), base.get("arguments", {}))

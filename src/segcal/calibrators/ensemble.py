@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted
+from segcal.calibrators.base import Calibrator
 from segcal.calibrators.composed import Base, allocate, base_calibrator, base_shapes, describe, fit_base
-from segcal.calibrators.limits import COUNT, Limits
-from segcal.calibrators.measured import compared, mean_loss
 from segcal.errors import InputError
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.limits import COUNT, Limits
+from segcal.fitting.measured import compared, mean_loss
 from segcal.scores import pool
 from segcal.types import Case, Kind, check_pooling
 

@@ -13,16 +13,17 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
-from segcal.calibrators.first_pass import FirstPass
-from segcal.calibrators.limits import BETA, Limits
+from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.cases import CaseSet
 from segcal.errors import InputError
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.first_pass import FirstPass
+from segcal.fitting.limits import BETA, Limits
 from segcal.kernels import AffineMap, fast_maps
+from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, only_possible, some_impossible
 from segcal.solvers import Newton, minimise
-from segcal.threads import blas_threads
 
 FloatArray = NDArray[np.float64]
 Objective = Literal["nll", "mse"]

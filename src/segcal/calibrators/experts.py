@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Self
 
-from segcal.calibrators.base import Calibrator, Choice, FitData, Fitted, LogUniform
-from segcal.calibrators.cost import FitCost, curvature_cost
-from segcal.calibrators.expert_adam import fit_by_adam
-from segcal.calibrators.expert_exact import fit_exactly, sample_voxels
-from segcal.calibrators.first_pass import FirstPass
-from segcal.calibrators.limits import Limits
+from segcal.calibrators.base import Calibrator, Choice, LogUniform
 from segcal.cases import CaseSet
 from segcal.errors import InputError
+from segcal.fitting.cost import FitCost, curvature_cost
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.expert_adam import fit_by_adam
+from segcal.fitting.expert_exact import fit_exactly, sample_voxels
+from segcal.fitting.first_pass import FirstPass
+from segcal.fitting.limits import Limits
 from segcal.kernels import ExpertMap, Features
-from segcal.threads import blas_threads
+from segcal.parallel.threads import blas_threads
 
 FloatArray = NDArray[np.float64]
 Solver = Literal["exact", "adam"]

@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
-from segcal.calibrators.held_out import hold_out
-from segcal.calibrators.limits import BETA, Limits
+from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.local_network import (
     GATES,
     LEAVES,
@@ -28,9 +26,12 @@ from segcal.calibrators.local_network import (
     tree_shapes,
 )
 from segcal.calibrators.local_training import Recipe, fit_network
-from segcal.calibrators.measured import compared, mean_loss
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.errors import InputError, SegcalError
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.held_out import hold_out
+from segcal.fitting.limits import BETA, Limits
+from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels import fast_maps
 from segcal.scores import DEPTH, keep_argmax
 from segcal.types import Case, row_slices

@@ -29,11 +29,11 @@ from segcal.calibrators.local_network import (
     network_inputs,
     temperature,
 )
-from segcal.calibrators.measured import compared
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
+from segcal.fitting.measured import compared
+from segcal.parallel.threads import torch_threads
 from segcal.solvers import adam
-from segcal.threads import torch_threads
 from segcal.types import Case
 
 # The sides of a crop, by the axes of the kernel.

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted
-from segcal.calibrators.first_pass import FirstPass, SampleNLL
-from segcal.calibrators.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
-from segcal.calibrators.measured import Detection, compared, detection_counts, mean_loss
+from segcal.calibrators.base import Calibrator
 from segcal.errors import InputError
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.first_pass import FirstPass, SampleNLL
+from segcal.fitting.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
+from segcal.fitting.measured import Detection, compared, detection_counts, mean_loss
 from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
 

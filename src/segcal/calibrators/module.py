@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from segcal.calibrators.limits import Limits
 from segcal.calibrators.storage import check_num_classes
 from segcal.errors import InputError
+from segcal.fitting.limits import Limits
 
 # What torch calls the part of a state dict that is neither parameter nor buffer.
 _EXTRA = "_extra_state"

@@ -9,13 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted
-from segcal.calibrators.cost import FitCost
-from segcal.calibrators.limits import SHARE, Limits
-from segcal.calibrators.measured import compared, mean_loss
+from segcal.calibrators.base import Calibrator
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
-from segcal.kernels.fine_histogram import LOGIT_BINS, FineHistogram, logit_centres, logit_edges
+from segcal.fitting.cost import FitCost
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.limits import SHARE, Limits
+from segcal.fitting.measured import compared, mean_loss
+from segcal.kernels.fine_histogram import FineHistogram, logit_centres, logit_edges
+from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
 
 FloatArray = NDArray[np.float64]

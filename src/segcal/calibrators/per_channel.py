@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from segcal.case_scores import CaseCalibrator, score_pieces
 from segcal.cases import CaseSet
+from segcal.cases.calibrated import CaseCalibrator, score_pieces
 from segcal.errors import InputError, SegcalError
 from segcal.types import Case, FitReport
 

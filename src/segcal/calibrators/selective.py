@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted
+from segcal.calibrators.base import Calibrator
 from segcal.calibrators.composed import (
     Base,
     allocate,
@@ -18,12 +18,13 @@ from segcal.calibrators.composed import (
     fit_base,
     mapped,
 )
-from segcal.calibrators.first_pass import SampleNLL
-from segcal.calibrators.held_out import held_out_samples
-from segcal.calibrators.limits import COUNT, LOWEST, Limits
-from segcal.calibrators.measured import Detection, detection_counts, mean_loss
 from segcal.errors import InputError
-from segcal.sampling import VoxelSample
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.first_pass import SampleNLL
+from segcal.fitting.held_out import held_out_samples
+from segcal.fitting.limits import COUNT, LOWEST, Limits
+from segcal.fitting.measured import Detection, detection_counts, mean_loss
+from segcal.fitting.sampling import VoxelSample
 from segcal.scores import keep_argmax
 from segcal.solvers import Training, adam, newton_1d
 from segcal.types import Case

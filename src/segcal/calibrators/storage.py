@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from segcal.errors import DataError, check_name
-from segcal.results import number, plain
+from segcal.files.plain import number, plain
 from segcal.types import FitReport
 
 T = TypeVar("T")

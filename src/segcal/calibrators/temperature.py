@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator, FitData, Fitted, ParameterCount
-from segcal.calibrators.limits import BETA, HIGHEST, LOWEST, Limits
+from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.cases import CaseSet
 from segcal.errors import InputError, SegcalError
+from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap
 from segcal.kernels.temperature import TemperatureSums, temperature_sums
 from segcal.solvers import Solution, newton_1d

@@ -21,8 +21,8 @@ from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Array, ArraySink, Geometry, Index, create_array, open_array
 from segcal.errors import InputError, OutputError, SegcalError
-from segcal.files import atomic_path, file_name, file_state
-from segcal.folders import OwnFolder
+from segcal.files.atomic import atomic_path, file_name, file_state
+from segcal.files.folders import OwnFolder
 from segcal.scores import keep_argmax
 from segcal.types import Case, Kind
 

@@ -19,7 +19,7 @@ from segcal.cases.config import CONFIG_NAME, background_line
 from segcal.cases.output import OutputFolder
 from segcal.cases.toml import toml_text, toml_texts
 from segcal.errors import DataError, InputError
-from segcal.files import file_name
+from segcal.files.atomic import file_name
 from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
 

@@ -19,10 +19,10 @@ from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, ope
 from segcal.cli.evaluate import split_metrics
 from segcal.cli.fit import Selection
 from segcal.cli.study import show_study
-from segcal.compare import compare
-from segcal.compare.engine import STUDY_METRICS
 from segcal.errors import InputError, SegcalError
 from segcal.regions import REGIONS
+from segcal.study import compare
+from segcal.study.engine import STUDY_METRICS
 
 
 class Tuning(str, Enum):

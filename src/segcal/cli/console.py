@@ -22,8 +22,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from segcal.compare import Step
 from segcal.errors import SegcalError
+from segcal.study import Step
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -14,9 +14,9 @@ from rich.table import Table
 from segcal import synthetic
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.cases.open import find_cases
-from segcal.check import CheckReport, check
 from segcal.cli.console import err, out, progress, show_table
 from segcal.errors import InputError, check_seed
+from segcal.evaluation.check import CheckReport, check
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
 
 

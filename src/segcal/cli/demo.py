@@ -14,18 +14,18 @@ from rich.markup import escape
 
 from segcal import synthetic
 from segcal.calibrators import Calibrator, load
-from segcal.case_scores import score_pieces
 from segcal.cases import CaseSet, open_cases, write_dataset
-from segcal.check import check
+from segcal.cases.calibrated import score_pieces
 from segcal.cli.console import out, progress, study_progress
 from segcal.cli.data import seed_option, show_check
 from segcal.cli.evaluate import show_results
 from segcal.cli.study import show_study
-from segcal.compare import compare
 from segcal.errors import OutputError
-from segcal.evaluate import evaluate
-from segcal.files import writing
-from segcal.folders import OwnFolder
+from segcal.evaluation.check import check
+from segcal.evaluation.evaluate import evaluate
+from segcal.files.atomic import writing
+from segcal.files.folders import OwnFolder
+from segcal.study import compare
 
 # Enough for a study; more would take longer and show the same.
 _IMAGES = 32

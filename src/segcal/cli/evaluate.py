@@ -15,15 +15,15 @@ from segcal.cli.console import out, progress, show_table
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError
-from segcal.evaluate import DEFAULT_METRICS, evaluate
-from segcal.files import check_writable
-from segcal.folders import check_apart
-from segcal.maps import open_maps, write_maps
+from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
+from segcal.evaluation.maps import open_maps, write_maps
+from segcal.evaluation.plan import parse_metric
+from segcal.evaluation.results import Results
+from segcal.files.atomic import check_writable
+from segcal.files.folders import check_apart
 from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.metrics.diagnosis import channels_in_words
-from segcal.plan import parse_metric
 from segcal.regions import REGIONS
-from segcal.results import Results
 
 
 class Part(str, Enum):

@@ -13,7 +13,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from segcal.apply import apply
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, Split
 from segcal.cases.splits import in_no_part, some
@@ -21,9 +20,10 @@ from segcal.cli.console import out, progress, show_table, waiting
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError, check_name
-from segcal.evaluate import evaluate
-from segcal.results import plain
-from segcal.tuning import tune
+from segcal.evaluation.apply import apply
+from segcal.evaluation.evaluate import evaluate
+from segcal.files.plain import plain
+from segcal.study.tuning import tune
 
 
 class Selection(str, Enum):

@@ -10,7 +10,7 @@ from segcal.cases import CaseSet
 from segcal.cases.config import CONFIG_NAME
 from segcal.cases.formats import split_suffix
 from segcal.errors import OutputError
-from segcal.files import check_writable
+from segcal.files.atomic import check_writable
 
 
 def check_files(files: Sequence[Path | None], cases: CaseSet, calibrator: Path | None = None) -> None:

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from segcal.cli.console import out, show_table
-from segcal.compare import Study
-from segcal.compare.recommend import NEGLIGIBLE
-from segcal.results import number
+from segcal.files.plain import number
+from segcal.study import Study
+from segcal.study.recommend import NEGLIGIBLE
 
 #: The first is what methods are chosen and sorted by.
 _SHOWN = ("nll", "ece", "ba-ece")

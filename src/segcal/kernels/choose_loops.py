@@ -1,4 +1,4 @@
-"""The compiled loop of ``segcal.sampling``: hash, compare, count."""
+"""The compiled loop of ``segcal.fitting.sampling``: hash, compare, count."""
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
 # (numba infers the types of compiled functions itself)

@@ -12,16 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels import fast_maps
-from segcal.kernels.grid import BinGrid
+from segcal.kernels.dispatch import fast_maps
+from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH, BinGrid
 from segcal.kernels.voxels import Voxels
 from segcal.scores import log_probabilities
 
 FloatArray = NDArray[np.float64]
 
-#: How many bins there are, and the logits between which they lie; what is beyond is in the outer ones.
-LOGIT_BINS, LIMIT = 2**14, 30.0
-WIDTH = 2 * LIMIT / LOGIT_BINS
 _NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
 # Logits of few digits may lie on an edge, where rounding would decide: edges are higher, in log p, by this share.
 _ABOVE = 1e-12

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from segcal.kernels.compiled import elementwise, exp64, inlined
 from segcal.kernels.cpu_loops import argmax
-from segcal.kernels.fine_histogram import LIMIT, LOGIT_BINS, WIDTH
+from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
 from segcal.scores import DEPTH
 
 _ZERO, _ONE = np.float32(0), np.float32(1)

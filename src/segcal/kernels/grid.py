@@ -17,6 +17,9 @@ from segcal.errors import InputError
 FINE_BINS = 4096
 # Nobody reads more bins than this off 4096 fine ones, and the memory of histograms grows with them.
 MAX_BINS = 4096
+#: Bins of a ``FineHistogram``, equally wide in logit(p) between these limits; what is beyond is in the outer ones.
+LOGIT_BINS, LIMIT = 2**14, 30.0
+WIDTH = 2 * LIMIT / LOGIT_BINS
 
 
 @dataclass(frozen=True)

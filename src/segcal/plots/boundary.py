@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.maps import checked_parts
+from segcal.evaluation.maps import checked_parts
+from segcal.parallel.threads import torch_threads
 from segcal.plots import style
 from segcal.regions import BAND_EDGES, valid_voxels
-from segcal.threads import torch_threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from segcal.evaluation.results import Results
 from segcal.metrics.reliability import Reliability
 from segcal.plots.reliability import classwise_diagram, reliability_diagram
-from segcal.results import Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

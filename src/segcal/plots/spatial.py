@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from segcal.maps import score_maps
+from segcal.evaluation.maps import score_maps
 from segcal.plots import style
 from segcal.plots.colours import class_colours
 from segcal.plots.view import Plane, View, frame

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segcal.errors import InputError, MissingExtraError
-from segcal.files import atomic_path
+from segcal.files.atomic import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segcal.files import atomic_path
+from segcal.files.atomic import atomic_path
 from segcal.report.figures import write_figures
 from segcal.report.page import page
 from segcal.report.payload import payload

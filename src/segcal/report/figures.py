@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from segcal.results import number
+from segcal.files.plain import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from segcal.files.plain import number
 from segcal.report.pictures import embed_pictures
-from segcal.results import number
 
 # Together with the charts' numbers these keep the page below 15 MB, which mail and phones still take.
 MOST_CASE_BYTES = 4_000_000

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from segcal.errors import DataError
-from segcal.files import atomic_path
+from segcal.files.atomic import atomic_path
 
 _FORMAT, _VERSION = "segcal.training", 1
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from segcal.cases.pack import DATASET
 from segcal.errors import ConfigError, OutputError, SegcalError
-from segcal.files import atomic_path, check_writable
-from segcal.folders import OwnFolder
+from segcal.files.atomic import atomic_path, check_writable
+from segcal.files.folders import OwnFolder
 from segcal.training import checkpoint
 from segcal.training.config import TrainingConfig, differences, load_config
 from segcal.training.data import check_validation, open_dataset

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from segcal.errors import DataError, InputError, check_name
-from segcal.files import atomic_path
+from segcal.files.atomic import atomic_path
 
 Network = Literal["unet", "residual-unet"]
 Norm = Literal["batch", "instance", "none"]

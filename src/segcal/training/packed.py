@@ -18,7 +18,7 @@ from segcal.cases.formats import create_array
 from segcal.cases.splits import by_group
 from segcal.cases.toml import toml_text, toml_texts
 from segcal.errors import DataError, InputError, SegcalError, check_seed, check_whole
-from segcal.files import atomic_path, file_name, writing
+from segcal.files.atomic import atomic_path, file_name, writing
 from segcal.training.data import SHARES, split_names
 
 Array = NDArray[Any]

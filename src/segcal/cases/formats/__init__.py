@@ -27,7 +27,7 @@ from segcal.cases.formats.png import PngFile, PngSink
 from segcal.cases.formats.tiff import TiffFile, TiffSink
 from segcal.cases.formats.zarr_store import ZarrFile, ZarrSink
 from segcal.errors import DataError, OutputError
-from segcal.files import atomic_path
+from segcal.files.atomic import atomic_path
 
 __all__ = [
     "SUFFIXES",

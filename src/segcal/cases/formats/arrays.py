@@ -27,7 +27,7 @@ from segcal.cases.formats.base import (
     require_length,
 )
 from segcal.errors import DataError
-from segcal.files import reserve
+from segcal.files.atomic import reserve
 
 
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

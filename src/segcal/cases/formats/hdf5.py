@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Index, Stored, pick_key, require_length
 from segcal.errors import MissingExtraError
-from segcal.files import reserve
+from segcal.files.atomic import reserve
 
 
 def _h5py() -> Any:

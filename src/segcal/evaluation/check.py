@@ -1,0 +1,344 @@
+"""Validate a dataset: read every file of every case, collect all problems, and describe what is there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from segcal.cases.caseset import numbered_channels
+from segcal.cases.disk import DiskCase
+from segcal.cases.layout import CaseFiles, Found
+from segcal.cases.missing import missing_notes
+from segcal.cases.open import find_cases, missing_labels, wrong_names
+from segcal.cases.splits import in_no_part
+from segcal.errors import DataError, SegcalError
+from segcal.files.plain import plain
+from segcal.metrics import Measure, accuracy, confidence_balance, entropy, nll
+from segcal.metrics.diagnosis import verdict, verdicts_in_words
+from segcal.parallel.threads import torch_threads
+from segcal.statistics import VoxelStatistics
+from segcal.types import Case, row_slices
+
+T = TypeVar("T")
+
+# Voxels along each axis by which labels and prediction are compared with their transposes.
+_AGREEMENT_SIZE = 64
+
+
+@dataclass
+class CheckReport:
+    """What a dataset holds, over all voxels of all cases that could be read.
+
+    Of multi-label data, voxels are counted in every channel, and all else is of each channel on its own.
+    """
+
+    root: str
+    layout: str
+    kind: str
+    pooling: str | None
+    members: tuple[str, ...]
+    class_names: tuple[str, ...] | None
+    ignore_index: int
+    cases: int
+    background: int | None = 0
+    channels: int | None = None
+    multilabel: bool = False
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    dtypes: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
+    spacings: Counter[tuple[float, ...] | None] = field(default_factory=Counter)
+    statistics: list[VoxelStatistics] = field(default_factory=list)
+    """Of every channel; of ordinary data there is one."""
+    voxels: int = 0
+    ignored: int = 0
+    masked: int = 0
+    blank: int = 0
+    """Valid voxels of which every logit is exactly 0."""
+    like_probabilities: bool = True
+    problems: list[SegcalError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def valid(self) -> int:
+        """Voxels that count."""
+        return sum(own.count() for own in self.statistics)
+
+    @property
+    def label_counts(self) -> list[int]:
+        """Valid voxels per class, or inside per channel."""
+        return self._counts(1)
+
+    @property
+    def predicted_counts(self) -> list[int]:
+        """Valid voxels per predicted class, or predicted inside per channel."""
+        return self._counts(0)
+
+    def _counts(self, axis: int) -> list[int]:
+        found: list[list[int]] = [own.total().confusion.sum(axis).tolist() for own in self.statistics]
+        return [inside for _, inside in found] if self.multilabel else found[0] if found else []
+
+    def mean(self, metric: Callable[..., float]) -> float:
+        """A metric over all valid voxels, the mean over channels where there are some; NaN without any."""
+        return float(Measure.mean(metric(own) for own in self.statistics))
+
+    @property
+    def confidence(self) -> float:
+        """Mean confidence."""
+        return self.mean(_confidence)
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """The channels of multi-label data; none of ordinary data."""
+        if not self.multilabel:
+            return ()
+        return self.class_names or numbered_channels(len(self.statistics))
+
+    @property
+    def per_channel(self) -> list[dict[str, Any]]:
+        """What each channel of multi-label data holds."""
+        rows = zip(self.channel_names, self.statistics, self.label_counts, self.predicted_counts, strict=False)
+        return [
+            {"name": name, "valid": own.count(), "labels": labels, "predicted": predicted, **_glance(own)}
+            for name, own, labels, predicted in rows
+        ]
+
+    @property
+    def verdict(self) -> str:
+        """Over- or underconfident; of multi-label data, which channels are."""
+        named = zip(self.channel_names or ("",), self.statistics, strict=False)
+        verdicts = {name: verdict(confidence_balance(own)) for name, own in named}
+        words = set(verdicts.values())
+        return words.pop() if len(words) == 1 else f"mixed: {verdicts_in_words(verdicts)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain JSON types; null stands for NaN, texts for infinities."""
+        glance = {name: self.mean(metric) for name, metric in _GLANCE.items()}
+        content = {
+            "root": self.root,
+            "layout": self.layout,
+            "kind": self.kind,
+            "pooling": self.pooling,
+            "members": list(self.members),
+            "cases": self.cases,
+            "channels": self.channels,
+            "multilabel": self.multilabel,
+            "per_channel": self.per_channel,
+            "class_names": list(self.class_names) if self.class_names else None,
+            "ignore_index": self.ignore_index,
+            "background": self.background,
+            "shapes": [{"shape": list(shape), "cases": count} for shape, count in self.shapes.most_common()],
+            "dtypes": dict(self.dtypes),
+            "formats": dict(self.formats),
+            "spacings": [{"spacing": s, "cases": count} for s, count in self.spacings.most_common()],
+            "label_counts": self.label_counts,
+            "predicted_counts": self.predicted_counts,
+            "voxels": self.voxels,
+            "ignored": self.ignored,
+            "masked": self.masked,
+            "valid": self.valid,
+            **glance,
+            "problems": [str(problem) for problem in self.problems],
+            "notes": self.notes,
+        }
+        return dict(plain(content))
+
+
+def _confidence(statistics: VoxelStatistics) -> Measure:
+    return Measure.ratio(statistics.total().top_confidence.sum(), statistics.count())
+
+
+_GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
+    "accuracy": accuracy,
+    "confidence": _confidence,
+    "nll": nll,
+    "entropy": entropy,
+}
+
+
+def _glance(statistics: VoxelStatistics) -> dict[str, Any]:
+    found = {name: float(metric(statistics)) for name, metric in _GLANCE.items()}
+    return {**found, "verdict": verdict(confidence_balance(statistics))}
+
+
+def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:
+    """Read everything in a dataset and report what it holds and all that is wrong with it.
+
+    Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises. Takes the
+    keywords of ``segcal.open_cases``. ``progress`` is called with the name of each case before it is read.
+    """
+    found = find_cases(Path(path), **declared)
+    config = found.config
+    report = CheckReport(
+        root=str(path),
+        layout=config.layout,
+        kind=str(config.kind),
+        pooling=(config.pooling or config.kind) if found.members else None,
+        members=found.members,
+        class_names=config.names,
+        ignore_index=int(config.ignore_index or 0),
+        cases=len(found.cases),
+        multilabel=bool(config.multilabel),
+        problems=found.problems + missing_labels(found),
+        notes=found.notes + missing_notes(found.cases),
+    )
+    with torch_threads(1):  # Each operation is short.
+        for files in found.cases:
+            progress(files.id)
+            _check_case(files, found, report)
+    if report.channels and (problem := wrong_names(replace(config, classes=report.channels))):
+        report.problems.append(problem)
+        report.class_names = None
+    _add_notes(report)
+    if report.channels:
+        try:
+            report.background = config.background_class(report.channels)
+        except SegcalError as error:
+            report.problems.append(error)
+    if config.splits:
+        named = {name for names in config.splits.values() for name in names}
+        report.notes += in_no_part([files.id for files in found.cases if files.id not in named])
+    return report
+
+
+def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
+    failed: set[str] = set()
+
+    def attempt(name: str, read: Callable[[], T]) -> T | None:
+        """Read, noting the first problem of each kind of file; whatever goes wrong is a problem of this case only."""
+        if name in failed:
+            return None
+        try:
+            return read()
+        except SegcalError as error:
+            problem = error
+        except Exception as error:
+            problem = DataError(f"cannot be read ({type(error).__name__}: {error})", case=files.id, where=name)
+        failed.add(name)
+        report.problems.append(problem)
+        return None
+
+    config = replace(found.config, classes=report.channels or found.config.classes)
+    source = attempt("files", lambda: DiskCase(files, config))
+    if source is None:
+        return
+    stored = source.members[0]
+    report.channels = report.channels or stored.shape[0]
+    report.shapes[source.spatial] += 1
+    report.dtypes[str(stored.file.dtype)] += 1
+    report.formats[source.suffix.lower()] += 1
+    report.spacings[source.spacing] += 1
+    if not report.statistics:
+        report.statistics = [VoxelStatistics(source.num_classes, (), classwise=False) for _ in range(source.batch)]
+    agreement = _Agreement(source)
+    case = Case(source)
+    if source.num_members and not source.sliceable:  # Every part would decode all members again.
+        attempt("logits", lambda: case.logits)
+    for rows in row_slices((source.batch, source.num_classes, *source.spatial)):
+        logits = attempt("logits", partial(case.rows, "logits", rows))
+        labels = attempt("labels", partial(source.labels, rows)) if files.label else None
+        mask = attempt("mask", partial(source.mask, rows))
+        image = attempt("image", partial(source.image, rows))
+        if image is not None and not bool(torch.isfinite(image).all()):
+            failed.add("image")
+            report.problems.append(DataError("NaN or infinite values", case=source.id, where="image"))
+        if logits is not None and rows.start == 0:
+            report.like_probabilities &= _sums_to_one(logits)
+        if logits is not None and labels is not None:
+            _add_voxels(report, logits, labels, mask)
+            agreement.add(rows, logits, labels)
+    if note := agreement.note():
+        report.notes.append(note)
+
+
+def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tensor | None) -> None:
+    ignored = labels == report.ignore_index
+    report.voxels += labels.numel()
+    report.ignored += int(ignored.sum())
+    report.masked += 0 if mask is None else int((~mask & ~ignored).sum())
+    for k, own in enumerate(report.statistics):
+        part = slice(k, k + 1)
+        own.update(
+            logits[part], labels[part], ignore_index=report.ignore_index, mask=None if mask is None else mask[part]
+        )
+    if report.kind == "logits":
+        blank = (logits[:, 0] == 0) & (logits[:, 1] == 0) & ~ignored
+        blank = blank if mask is None else blank & mask
+        if bool(blank.any()):
+            report.blank += int((blank & (logits == 0).all(1)).sum())
+
+
+def _sums_to_one(logits: Tensor) -> bool:
+    """Whether some rows of what was declared as logits look like probabilities."""
+    some = logits[:, :, :: max(1, logits.shape[2] // 8)]
+    return bool((some.min() >= 0) & ((some.sum(1) - 1).abs().max() < 1e-3))
+
+
+class _Agreement:
+    """Whether labels fit the prediction better transposed: a shape that reads the same backwards cannot tell.
+
+    Every ``step``-th voxel along every axis is looked at, which is a grid that transposes onto itself.
+    """
+
+    def __init__(self, source: DiskCase) -> None:
+        self.id = source.id
+        symmetric = source.spatial == source.spatial[::-1] and len(source.spatial) > 1
+        self.step = max(1, min(source.spatial) // _AGREEMENT_SIZE)
+        shape = [-(-size // self.step) for size in source.spatial]
+        self.maps = [torch.zeros(shape, dtype=torch.int16) for _ in range(2)] if symmetric else None
+
+    def add(self, rows: slice, logits: Tensor, labels: Tensor) -> None:
+        if self.maps:
+            first = -(-rows.start // self.step)
+            grid = (slice(first * self.step - rows.start, None, self.step),)
+            grid += (slice(None, None, self.step),) * (labels.ndim - 2)
+            everything: tuple[slice, ...] = (slice(None),)
+            taken = logits[0][everything + grid].argmax(0), labels[0][grid]
+            for whole, part in zip(self.maps, taken, strict=True):
+                whole[first : first + len(part)] = part.to(torch.int16)
+
+    def note(self) -> str | None:
+        if not self.maps:
+            return None
+        prediction, labels = self.maps
+        foreground = labels > 0
+        flipped = labels.permute(*reversed(range(labels.ndim)))
+        straight = int((prediction == labels)[foreground].sum())
+        turned = int((prediction == flipped)[flipped > 0].sum())
+        if turned <= 1.5 * straight + 0.1 * int(foreground.sum()):
+            return None
+        return f"case '{self.id}': the labels fit the scores better transposed: wrong axis order? (axes = 'xyz')"
+
+
+def _add_notes(report: CheckReport) -> None:
+    if report.kind == "logits" and not report.multilabel and report.shapes and report.like_probabilities:
+        report.notes.append(
+            "declared as logits, but the values are in [0, 1] and sum to 1: these look like probabilities (probs/)"
+        )
+    if report.blank:
+        report.notes.append(
+            f"every logit is exactly 0 at {report.blank:,} valid voxels: padding that should be masked, or a file that "
+            "was not written to its end?"
+        )
+    if report.valid:
+        names = report.channel_names or [_name(report, k) for k in range(len(report.label_counts))]
+        absent = [name for name, count in zip(names, report.label_counts, strict=True) if count == 0]
+        if absent:
+            report.notes.append(f"never in the labels: {', '.join(absent)}")
+    if math.isinf(report.mean(nll)):
+        report.notes.append("some voxels carry a label whose score is -inf: the NLL is infinite")
+    if report.cases and not report.valid and not report.problems:
+        report.notes.append("no valid voxel: everything is ignored or masked")
+    if any(len(shape) == 3 for shape in report.shapes) and None in report.spacings:
+        report.notes.append("volumes without spacing: distances will be in voxels (set spacing in segcal.toml)")
+
+
+def _name(report: CheckReport, index: int) -> str:
+    return f"{index} ({report.class_names[index]})" if report.class_names else str(index)

@@ -1,0 +1,225 @@
+"""Voxel maps: how confident, how right and how far from a boundary, voxel by voxel. What spatial plots and files show.
+
+Memory is a few values per voxel: scores are read in pieces, however many classes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segcal.cases.calibrated import AnyCalibrator, case_scores, check_classes
+from segcal.cases.caseset import CaseSet
+from segcal.cases.disk import DiskCase
+from segcal.cases.formats import Geometry, open_array
+from segcal.cases.output import OutputFolder
+from segcal.errors import InputError, SegcalError
+from segcal.files.atomic import file_name
+from segcal.kernels import BinGrid, Voxels
+from segcal.parallel.threads import torch_threads
+from segcal.regions import CaseRegions
+from segcal.types import Case, row_slices
+
+#: The names of the maps.
+MAPS = ("confidence", "prediction", "error", "confidence-balance", "band")
+# Scores converted to float64 at once: 8 MB, and about four such tensors live at a time.
+_PIECE_VALUES = 2**20
+
+
+@torch_threads(1)
+def voxel_maps(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = 255,
+    mask: Tensor | None = None,
+    spacing: Sequence[float] | None = None,
+) -> dict[str, Tensor]:
+    """The maps of one case or batch, each ``(N, *spatial)``.
+
+    ========================  ==========================================  ======================
+    name                      value                                       ignored or masked out
+    ========================  ==========================================  ======================
+    ``confidence``            max_k p_k                                   as elsewhere
+    ``prediction``            argmax_k p_k, int64                         as elsewhere
+    ``error``                 1 where the prediction is wrong, else 0     NaN
+    ``confidence-balance``    -log p_y - entropy(p): > 0 overconfident    NaN
+    ``band``                  distance band 0..3 to the boundary, int8    -1
+    ========================  ==========================================  ======================
+
+    Sums are in float64; maps are float32, or float64 for float64 logits. The balance is that of Ding et al. (LTS,
+    definitions 4-6); bands are those of ``segcal.regions.band_index``.
+
+    Args:
+        logits: Logits or log-probabilities ``(N, C, *spatial)`` or ``(N, C)``.
+        labels: Integers ``(N, *spatial)``.
+        ignore_index: Voxels with this label are not valid.
+        mask: ``(N, *spatial)`` bool, True where a voxel is valid.
+        spacing: Voxel size per spatial axis; None measures distances in voxels.
+
+    Examples:
+        >>> logits = torch.tensor([[[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])
+        >>> maps = voxel_maps(logits, torch.tensor([[1, 0, 255]]))
+        >>> maps["prediction"], maps["error"]
+        (tensor([[0, 0, 1]]), tensor([[1., 0., nan]]))
+        >>> maps["band"]
+        tensor([[ 0,  0, -1]], dtype=torch.int8)
+    """
+    regions = CaseRegions(labels, spacing=spacing, ignore_index=ignore_index, mask=mask)
+    return {**score_maps(logits, labels, regions.valid), "band": regions.bands}
+
+
+@torch_threads(1)
+def score_maps(logits: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """The maps of ``voxel_maps`` that need no neighbours, so any part of a case will do.
+
+    Examples:
+        >>> maps = score_maps(torch.zeros(1, 2, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]]))
+        >>> maps["error"], maps["confidence-balance"]
+        (tensor([[0., 1., nan]]), tensor([[0., 0., nan]]))
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    maps = {
+        name: torch.full(labels.shape, torch.nan, dtype=dtype, device=logits.device)
+        for name in ("confidence", "error", "confidence-balance")
+    }
+    maps["prediction"] = torch.zeros(labels.shape, dtype=torch.int64, device=logits.device)
+    for part in checked_parts(logits, labels, valid):
+        # Of the scores themselves: subtracting their logsumexp may make a tie of what was none.
+        winner = part.scores.max(1).indices
+        log_p = part.scores.log_softmax(1)
+        nll = -log_p.gather(1, part.labels.masked_fill(~part.valid, 0).unsqueeze(1)).squeeze(1)
+        entropy = torch.special.entr(log_p.exp()).sum(1)
+        values = {
+            "confidence": log_p.amax(1).exp(),
+            "prediction": winner,
+            "error": (winner != part.labels).double().masked_fill(~part.valid, torch.nan),
+            "confidence-balance": (nll - entropy).masked_fill(~part.valid, torch.nan),
+        }
+        for name, value in values.items():
+            part.of(maps[name]).copy_(value)
+    return maps
+
+
+def write_maps(
+    cases: CaseSet,
+    folder: str | Path,
+    *,
+    calibrator: AnyCalibrator = None,
+    progress: Callable[[str], None] = lambda case: None,
+) -> None:
+    """Write the maps of every case to ``folder/<map>/<case>``, each complete or not at all.
+
+    Cases whose labels are NIfTI give ``.nii.gz`` with the geometry of the labels, all others ``.npy`` of shape
+    ``(*spatial)``, or ``(N, *spatial)`` for a multi-label case. Predictions are unsigned integers.
+
+    Args:
+        cases: Whose maps.
+        folder: Where to write. Maps of an earlier run are replaced; a file that is not one is an error.
+        calibrator: A calibrator, a function from logits to log-probabilities, or None for the scores as they are.
+        progress: Called with the name of each case before it is read.
+
+    Examples:
+        >>> import tempfile
+        >>> from segcal.synthetic import scenes
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_maps(scenes(1, size=(32, 40)), folder)
+        ...     np.load(f"{folder}/confidence/image-000.npy").shape
+        (32, 40)
+    """
+    check_classes(cases, calibrator)
+    with open_maps(cases, folder) as output:
+        for case in cases:
+            progress(case.id)
+            try:
+                scores = case_scores(case, calibrator)
+                maps = voxel_maps(
+                    scores, case.labels, ignore_index=case.ignore_index, mask=case.mask, spacing=case.spacing
+                )
+            except SegcalError as error:
+                raise error.at(case=case.id) from None
+            geometry = _label_geometry(case)
+            for name, values in maps.items():
+                array = values.cpu().numpy()
+                if name == "prediction":
+                    array = array.astype(np.min_scalar_type(case.shape[1] - 1))
+                shown = array[0] if len(array) == 1 else array
+                path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
+                with output.array(path, shown.shape, shown.dtype, case=case, row_axis=0, geometry=geometry) as sink:
+                    sink.write((slice(None),) * shown.ndim, shown)
+            del case  # Otherwise it would live on while the next one is awaited.
+
+
+def open_maps(cases: CaseSet, folder: str | Path) -> OutputFolder:
+    """The folder for the maps of some cases, made when the first is written; raises if others' files are in the way."""
+    output = OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True)
+    for name in MAPS:
+        output.check_own(name)
+    return output
+
+
+def _label_geometry(case: Case) -> Geometry | None:
+    """Where the labels of a case lie in space, if they say and if its maps have as many axes."""
+    label = case.source.files.label if isinstance(case.source, DiskCase) else None
+    file = None if label is None else open_array(label)
+    return file.geometry if file is not None and file.shape == case.shape[2:] and case.shape[0] == 1 else None
+
+
+class ScorePart(NamedTuple):
+    """Some rows of a case: ``scores (N, C, rows, ...)`` in float64, ``labels`` and ``valid (N, rows, ...)``."""
+
+    rows: slice
+    scores: Tensor
+    labels: Tensor
+    valid: Tensor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same rows of another ``(N, *spatial)`` tensor, as a view."""
+        return (tensor if tensor.ndim > 1 else tensor[None])[:, self.rows]
+
+    @property
+    def columns(self) -> Tensor:
+        """The scores of the valid voxels, ``(C, v)``."""
+        return self.scores.movedim(1, 0)[:, self.valid]
+
+
+def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[ScorePart]:
+    """The scores piece by piece, checked where they are valid: labels are classes, some class is possible, no NaN.
+
+    ``(N, C)`` scores are seen as one line of N voxels, ``(1, C, N)``.
+
+    Examples:
+        >>> parts = checked_parts(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2).long(), torch.ones(1, 2, 2).bool())
+        >>> [part.columns.shape for part in parts]
+        [torch.Size([3, 4])]
+    """
+    if logits.ndim < 2 or not logits.is_floating_point():
+        raise InputError(
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
+            expected="(N, C, *spatial), floating point",
+        )
+    expected = logits.shape[:1] + logits.shape[2:]
+    for name, tensor in (("labels", labels), ("valid", valid)):
+        if tensor.shape != expected:
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}", expected=f"{tuple(expected)} as the logits ask")
+    whole = logits.detach()
+    if logits.ndim == 2:
+        whole, labels, valid = whole.t()[None], labels[None], valid[None]
+    # MPS knows no float64; there, the CPU does the work.
+    device = torch.device("cpu") if logits.device.type == "mps" else logits.device
+    for rows in row_slices(tuple(whole.shape), _PIECE_VALUES):
+        scores = whole[:, :, rows].to(device, torch.float64)
+        part = ScorePart(rows, scores, labels[:, rows].to(device, torch.int64), valid[:, rows].to(device))
+        bad = (part.labels < 0) | (part.labels >= logits.shape[1]) | ~torch.isfinite(part.scores.amax(1))
+        bad &= part.valid
+        if bool(bad.any()):
+            item, row, *rest = bad.nonzero()[0].tolist()
+            voxel = int(np.ravel_multi_index((item, row + rows.start, *rest), tuple(labels.shape)))
+            # The error that the kernels raise.
+            raise Voxels(logits, labels.reshape(expected), BinGrid.from_edges(()), None).bad_voxel(voxel)
+        yield part

@@ -1,0 +1,272 @@
+"""All metrics of one case, through any number of calibrators, from one read of its scores."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from segcal.cases.calibrated import AnyCalibrator, as_calibrator, case_scores
+from segcal.evaluation.plan import LOCAL, Plan, metric_spec
+from segcal.evaluation.results import POOLED, Row
+from segcal.kernels import AffineMap
+from segcal.metrics import Aggregation, Measure, SecondPass, second_pass
+from segcal.metrics.surfaces import class_mean, foreground, surface_distances
+from segcal.parallel.threads import torch_threads
+from segcal.regions import CaseRegions, Window
+from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.types import Case, row_slices
+
+# Column number to the second pass that its metric needs.
+SecondPasses = dict[int, SecondPass]
+
+
+class CaseVoxels:
+    """The voxels of a case, whatever the calibrator: labels, regions and distances, found once.
+
+    ``threads`` are for calibrators and kernels; all else is light work, which is quicker on one.
+    """
+
+    def __init__(self, plan: Plan, case: Case, threads: int) -> None:
+        self.case, self.threads = case, threads
+        self.where = CaseRegions(
+            _narrow_labels(case),
+            spacing=case.spacing,
+            ignore_index=case.ignore_index,
+            mask=case.mask,
+            background=plan.background,
+            seed=zlib.crc32(case.id.encode()) ^ plan.seed,
+        )
+        self.masks = {
+            name: self.where.mask(plan.masks[name](case) if name in plan.masks else name) for name in plan.regions
+        }
+        self.distance = self.where.distance if "distance" in plan.needs else None
+
+    @property
+    def windows(self) -> Iterator[Window]:
+        """The whole case in pieces of some rows each."""
+        columns = tuple(slice(0, size) for size in self.case.shape[3:])
+        return ((rows, *columns) for rows in row_slices(self.case.shape))
+
+    def logits(self, window: Window) -> Tensor:
+        """The uncalibrated scores in a window."""
+        columns = (slice(None), slice(None), slice(None), *window[1:])
+        return self.case.rows("logits", window[0])[columns]  # type: ignore[no-any-return]
+
+
+def _narrow_labels(case: Case) -> Tensor:
+    """The labels ``(N, *spatial)`` of a case, in two bytes each unless there are numbers that do not fit."""
+    fits, labels = torch.iinfo(torch.int16), None
+    for rows in row_slices(case.shape):
+        some: Tensor = case.rows("labels", rows)
+        if labels is None:
+            labels = torch.empty(case.shape[:1] + case.shape[2:], dtype=torch.int16, device=some.device)
+        low, high = (int(value) for value in some.aminmax())
+        if low < fits.min or high > fits.max:
+            return case.labels
+        labels[:, rows] = some
+    assert labels is not None, "cases have rows"
+    return labels
+
+
+class Scores(NamedTuple):
+    """Scores in a window, the map to apply to them, and the uncalibrated argmax where they are mapped already."""
+
+    values: Tensor
+    score_map: AffineMap | None
+    uncalibrated: Tensor | None
+
+    @property
+    def prediction(self) -> Tensor:
+        """The predicted labels ``(N, *window)``."""
+        return (self.values if self.score_map is None else self.score_map(self.values)).argmax(1)
+
+
+class CalibratedCase:
+    """The voxels of a case through one calibrator; in chunks where the calibrator allows it."""
+
+    def __init__(self, voxels: CaseVoxels, calibrator: AnyCalibrator) -> None:
+        self.voxels, self.calibrator = voxels, None if calibrator is None else as_calibrator(calibrator)
+        self.score_map = None if self.calibrator is None else self.calibrator.score_map
+
+    def scores(self, window: Window, logits: Tensor) -> Scores:
+        """What the calibrator makes of a window with these logits."""
+        if self.calibrator is None or self._fused(logits):
+            return Scores(logits, self.score_map, None)
+        if self.calibrator.spatial:
+            columns = (slice(None), slice(None), slice(None), *window[1:])
+            mapped = self._whole[:, :, window[0]][columns]
+        else:
+            with torch_threads(self.voxels.threads), torch.no_grad():
+                mapped = self.calibrator(logits)
+        return Scores(mapped, None, logits.argmax(1))
+
+    def _fused(self, logits: Tensor) -> bool:
+        """Whether the map can be applied within the pass."""
+        return self.score_map is not None and self.score_map.suits(logits)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        with torch_threads(self.voxels.threads):
+            return case_scores(self.voxels.case, self.calibrator)
+
+    def add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
+        """Add the voxels of a window with these logits."""
+        index = (slice(None), *window)
+        scores, voxels = self.scores(window, logits), self.voxels
+        statistics.update(
+            scores.values,
+            voxels.where.labels[index],
+            ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
+            mask=voxels.where.valid[index],
+            regions={name: mask[index] for name, mask in voxels.masks.items()},
+            distance=None if voxels.distance is None else voxels.distance[index],
+            score_map=scores.score_map,
+            uncalibrated=scores.uncalibrated,
+        )
+
+    def add_again(self, second: SecondPasses, window: Window, logits: Tensor) -> None:
+        """Add the voxels of a window to second passes, each in its region."""
+        index = (slice(None), *window)
+        scores, voxels = self.scores(window, logits), self.voxels
+        for one in second.values():
+            inside = voxels.where.valid[index]
+            one.update(
+                scores.values,
+                voxels.where.labels[index],
+                ignore_index=None,
+                mask=inside if one.region == EVERYTHING else inside & voxels.masks[str(one.region)][index],
+                score_map=scores.score_map,
+            )
+
+
+def case_views(
+    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
+) -> dict[str, CalibratedCase]:
+    """A case through each of the calibrators."""
+    voxels = CaseVoxels(plan, case, threads)
+    return {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
+
+
+class CaseResult(NamedTuple):
+    """What is known of a case through one calibrator."""
+
+    rows: list[Row]
+    statistics: VoxelStatistics
+
+
+def measure_case(
+    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
+) -> dict[str, CaseResult]:
+    """All rows and the statistics of a case, by calibrator. The scores are read once (twice where exact)."""
+    views = case_views(plan, case, calibrators, threads)
+    statistics = {name: plan.statistics(case.shape[1], threads) for name in views}
+    for window, logits in windows(views):
+        for name, view in views.items():
+            view.add_to(statistics[name], window, logits)
+    second = {name: second_passes(plan, own, "per-image") for name, own in statistics.items()}
+    if any(second.values()):
+        add_case_again(views, second)
+    return {
+        name: CaseResult(
+            [
+                *reduced_rows(plan, case.id, statistics[name], second[name]),
+                *_local_rows(plan, view),
+                *_surface_rows(plan, view),
+            ],
+            statistics[name],
+        )
+        for name, view in views.items()
+    }
+
+
+def second_passes(plan: Plan, statistics: VoxelStatistics, how: Aggregation) -> SecondPasses:
+    """Empty second passes for the columns that need one, where the plan wants exact values."""
+    found = {
+        number: second_pass(column.metric, statistics, column.region, column.options)
+        for number, column in (plan.columns_of(how) if plan.exact else ())
+        if column.region != LOCAL
+    }
+    return {number: one for number, one in found.items() if one is not None}
+
+
+def add_case_again(views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
+    """Add a case to the second passes of every calibrator."""
+    for window, logits in windows(views):
+        for name, view in views.items():
+            view.add_again(second[name], window, logits)
+
+
+def windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tensor]]:
+    """The case in windows with their logits, each read once for all calibrators."""
+    voxels = next(iter(views.values())).voxels
+    return ((window, voxels.logits(window)) for window in voxels.windows)
+
+
+def reduced_rows(plan: Plan, case: str | None, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
+    """All metrics that are reductions of the statistics."""
+    rows = []
+    for number, column in plan.columns_of("pooled" if case is POOLED else "per-image"):
+        spec = metric_spec(column.metric)
+        if column.region != LOCAL and "surfaces" not in spec.needs:
+            exact = {"exact": second[number]} if number in second else {}
+            value = spec.function(statistics, region=column.region, **column.options, **exact)
+            rows.append(Row(case, column.region, column.id, float(value), value.count))
+    return rows
+
+
+def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
+    """Mean and maximum over random patches (Ding et al.)."""
+    columns = [column for column in plan.columns if column.region == LOCAL]
+    if not columns:
+        return []
+    voxels = view.voxels
+    values: list[list[float]] = [[] for _ in columns]
+    for part in voxels.where.parts(LOCAL):
+        statistics, logits = plan.statistics(voxels.case.shape[1], voxels.threads), voxels.logits(part.window)
+        view.add_to(statistics, part.window, logits)
+        for column, found in zip(columns, values, strict=True):
+            exact = {}
+            if plan.exact and (one := second_pass(column.metric, statistics, EVERYTHING, column.options)):
+                view.add_again({0: one}, part.window, logits)
+                exact = {"exact": one}
+            found.append(metric_spec(column.metric).function(statistics, **column.options, **exact))
+    rows = []
+    for column, found in zip(columns, values, strict=True):
+        mean = Measure.mean(found)
+        largest = max((value for value in found if value == value), default=float("nan"))
+        rows.append(Row(voxels.case.id, "local-mean", column.id, float(mean), mean.count))
+        rows.append(Row(voxels.case.id, "local-max", column.id, float(largest), mean.count))
+    return rows
+
+
+def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
+    """Metrics of surfaces, which belong to a case as a whole: the mean over the classes but the background."""
+    if "surfaces" not in plan.needs:
+        return []
+    case = view.voxels.case
+    labels, valid = view.voxels.where.labels, view.voxels.where.valid
+    prediction = torch.empty_like(labels)
+    for window in view.voxels.windows:
+        index = (slice(None), *window)
+        prediction[index] = view.scores(window, view.voxels.logits(window)).prediction
+    distances = surface_distances(
+        prediction,
+        labels,
+        case.shape[1],
+        spacing=case.spacing,
+        ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
+        mask=valid,
+    )
+    rows = []
+    for column in plan.columns:
+        spec = metric_spec(column.metric)
+        if "surfaces" in spec.needs:
+            value = class_mean(spec.function(distances, **column.options), plan.background)
+            missed = int(foreground(distances.missed, plan.background).sum())
+            rows.append(Row(case.id, EVERYTHING, column.id, float(value), value.count, missed))
+    return rows

@@ -1,0 +1,230 @@
+"""Results of an evaluation: tidy rows, their summary, and their files. Needs no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from segcal.errors import DataError, InputError
+from segcal.files.atomic import atomic_path
+from segcal.files.plain import encode, number, plain
+from segcal.inference import FEW_GROUPS, bootstrap_interval
+
+#: The case of a pooled row: no case can be named so.
+POOLED = None
+# Version 2: pooled rows have no case (they had one called "(pooled)", as a real case may be), rows count misses.
+# Version 3: rows have a channel. Earlier ones are read, too.
+_FORMAT, _VERSION = "segcal.Results", 3
+_ONCE_POOLED = "(pooled)"
+
+
+class Row(NamedTuple):
+    """One number: a metric in a region of a case, or of all cases pooled, and how many things it averages.
+
+    ``case`` is None in pooled rows. ``missed`` counts the classes that are in one of prediction and labels only, for
+    metrics of surfaces, which have no distance for them (``segcal.metrics.surfaces``). ``channel`` is that of
+    multi-label data; without one, the row of such data is the mean over the channels where the metric is defined, and
+    ``count`` says how many these are.
+    """
+
+    case: str | None
+    region: str
+    metric: str
+    value: float
+    count: int  # type: ignore[assignment]  # the column is named so; nobody counts in a row with tuple.count
+    missed: int = 0
+    channel: str = ""
+
+
+class SummaryRow(NamedTuple):
+    """A metric in a region over all cases.
+
+    ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
+    its 95% bootstrap interval over cases, or over groups of cases where the data have some, ``pooled`` the value of
+    all voxels together (NaN where that has no meaning). ``missed`` is the number of missed classes in all cases
+    together. ``channel`` is that of the rows.
+    """
+
+    region: str
+    metric: str
+    pooled: float
+    mean: float
+    low: float
+    high: float
+    cases: int
+    undefined: int
+    missed: int
+    channel: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What ``segcal.evaluate`` found.
+
+    Attributes:
+        rows: Tidy rows; ``pandas.DataFrame(results.rows)`` is a data frame.
+        about: What was evaluated and how: data, groups of cases, calibrator, classes, bins, seed, versions.
+        reliability: Region to reliability data, for the top label and for every predicted class.
+        diagnosis: Findings in words and numbers.
+
+    Of multi-label data, rows without a channel are means over the channels, ``reliability`` has the same for each
+    channel by its name, and ``channel(name)`` are the results of one.
+
+    Examples:
+        >>> rows = [Row("a", "everything", "ece", 0.1, 9), Row("b", "everything", "ece", 0.3, 9)]
+        >>> results = Results((*rows, Row(POOLED, "everything", "ece", 0.18, 18)))
+        >>> results.value("ece"), results.value("ece", case="a")
+        (0.18, 0.1)
+        >>> results.summary()[0].mean
+        0.2
+    """
+
+    rows: tuple[Row, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    reliability: Mapping[str, Any] = field(default_factory=dict)
+    diagnosis: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, metric: str, region: str = "everything", case: str | None = POOLED, *, channel: str = "") -> float:
+        """One value; pooled over all cases unless one is named, the mean over channels unless one is named."""
+        for row in self.rows:
+            if (row.case, row.region, row.metric, row.channel) == (case, region, metric, channel):
+                return row.value
+        of_channel = f" in channel {channel!r}" if channel else ""
+        raise InputError(
+            f"no value of {metric!r} in {region!r} for {'all cases pooled' if case is POOLED else repr(case)}"
+            + of_channel,
+            expected="one of " + ", ".join(sorted({f"{row.metric} in {row.region}" for row in self.rows})),
+        )
+
+    def values(self, metric: str, region: str = "everything", *, channel: str = "") -> dict[str, float]:
+        """The values of every case, by its name; means over channels unless one is named."""
+        rows = (row for row in self.rows if (row.region, row.metric, row.channel) == (region, metric, channel))
+        return {row.case: row.value for row in rows if row.case is not POOLED}
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of the channels of multi-label data; none of ordinary data."""
+        return tuple(self.about.get("channels") or ())
+
+    def channel(self, name: str) -> Results:
+        """The results of one channel of multi-label data, as those of ordinary data."""
+        if name not in self.channels:
+            raise InputError(f"channel {name!r}", expected=f"one of {', '.join(self.channels) or 'none'}")
+        return Results(
+            rows=tuple(row._replace(channel="") for row in self.rows if row.channel == name),
+            about={**self.about, "channels": None, "channel": name},
+            reliability=self.reliability[name],
+            diagnosis=self.diagnosis["channels"][name],
+        )
+
+    def summary(self, *, seed: int = 0) -> list[SummaryRow]:
+        """Every metric in every region and channel over all cases, in the order of the rows."""
+        columns: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            columns.setdefault((row.channel, row.region, row.metric), []).append(row)
+        return [_summarise(rows, self.groups, seed) for rows in columns.values()]
+
+    @property
+    def groups(self) -> Mapping[str, str] | None:
+        """The group of every case, over which intervals are; None where cases are independent."""
+        groups = self.about.get("groups")
+        return None if groups is None else groups["cases"]
+
+    def notes(self) -> list[str]:
+        """What to know of the intervals."""
+        if self.groups is None:
+            return []
+        count = len(set(self.groups.values()))
+        few = f": with fewer than {FEW_GROUPS} they are too narrow" if count < FEW_GROUPS else ""
+        return [f"intervals are over {count} group{'s' * (count != 1)} of cases, not over single cases{few}"]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Everything as JSON (NaN and infinities as null and texts); also written to ``path`` where one is given."""
+        rows = [list(row._replace(value=encode(row.value))) for row in self.rows]  # type: ignore[arg-type]
+        text = json.dumps(
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "about": plain(self.about),
+                "columns": list(Row._fields),
+                "rows": rows,
+                "reliability": plain(self.reliability),
+                "diagnosis": plain(self.diagnosis),
+            },
+            indent=1,
+            allow_nan=False,
+        )
+        if path is not None:
+            with atomic_path(Path(path)) as temporary:
+                temporary.write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Results:
+        """Read what ``to_json`` wrote."""
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["format"] != _FORMAT or content["version"] not in range(1, _VERSION + 1):
+                raise ValueError(f"format {content['format']}, version {content['version']}")
+            rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
+            if content["version"] == 1:
+                rows = tuple(row._replace(case=POOLED) if row.case == _ONCE_POOLED else row for row in rows)
+            return cls(rows, content["about"], content["reliability"], content["diagnosis"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
+
+    def to_csv(self, path: str | Path) -> None:
+        """The tidy rows as CSV; pooled rows have no case."""
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(Row._fields)
+        writer.writerows(self.rows)
+        with atomic_path(Path(path)) as temporary:
+            temporary.write_text(text.getvalue())
+
+
+def mean_over_channels(channels: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of some channels, which are alike but for their values, as rows of their means.
+
+    Examples:
+        >>> one, other = [Row("a", "everything", "ece", 0.1, 9)], [Row("a", "everything", "ece", 0.3, 9)]
+        >>> mean_over_channels([one, other])
+        [Row(case='a', region='everything', metric='ece', value=0.2, count=2, missed=0, channel='')]
+    """
+    found = []
+    for rows in zip(*channels, strict=True):
+        assert len({row[:3] for row in rows}) == 1, "the same plan for every channel"
+        defined = [row.value for row in rows if not math.isnan(row.value)]
+        mean = math.fsum(defined) / len(defined) if defined else math.nan
+        missed = sum(row.missed for row in rows)
+        found.append(rows[0]._replace(value=mean, count=len(defined), missed=missed))
+    return found
+
+
+def _summarise(rows: Sequence[Row], groups: Mapping[str, str] | None, seed: int) -> SummaryRow:
+    pooled = math.nan
+    values: list[float] = []
+    names: list[str] = []
+    missed = 0
+    for row in rows:
+        if row.case is POOLED:
+            pooled = row.value
+        else:
+            values.append(row.value)
+            names.append(row.case)
+            missed += row.missed
+    defined = [value for value in values if not math.isnan(value)]
+    mean = math.fsum(defined) / len(defined) if defined else math.nan
+    own = None
+    if groups is not None:
+        own = [groups[name] for name, value in zip(names, values, strict=True) if not math.isnan(value)]
+    low, high = bootstrap_interval(defined, groups=own, seed=seed)
+    region, metric, channel = rows[0].region, rows[0].metric, rows[0].channel
+    undefined = len(values) - len(defined)
+    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), undefined, missed, channel)

@@ -1,0 +1,1 @@
+"""Outputs that are whole or not there: atomic files, folders that segcal owns."""

@@ -1,0 +1,119 @@
+"""What a fit takes, before it begins: too many classes for a map are refused at once, and what would fit is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from segcal.errors import InputError
+
+#: Of the memory that is free when a fit begins, what it may take.
+SHARE = 0.5
+# Matrices of all parameters that are held at once: penalty, sums, Hessians of the points compared, copies to factorise.
+_MATRICES = 12
+# Evaluations with curvature in a usual fit, and factorisations for each, as bounds are met and let go.
+_EVALUATIONS, _FACTORISATIONS = 12, 3
+# Multiplications and additions of float64 in a second, by one thread of a usual processor.
+_SPEED = 1e10
+# Where a machine does not say how much memory it has.
+_UNKNOWN = 8 * 2**30
+_GROUP = Path("/sys/fs/cgroup")  # where a container says what it may use
+
+
+class FitCost(NamedTuple):
+    """Bytes that a fit holds at its peak, besides the data, about how many seconds it takes, and what they are for."""
+
+    memory: float
+    seconds: float
+    purpose: str
+
+
+class Costly(Protocol):
+    """A calibrator that knows what its fit takes."""
+
+    def cost(self, num_classes: int) -> FitCost | None:
+        """Of a fit to so many classes; None where it is little."""
+
+
+def curvature_cost(experts: int, outputs: int, columns: int, voxels: int) -> FitCost:
+    """Of Newton's method for E experts with ``P = K L`` parameters each, of K outputs and L inputs, bias included.
+
+    Memory: ``8 E P^2 (12 + t / 4)`` bytes: twelve matrices of each expert's parameters, and one of symmetric sums, a
+    quarter as large, for each of t threads.
+
+    Time: twelve times ``n K (K + 3) L (L + 1) / 2`` operations for the curvature of n voxels (pairs of outputs by pairs
+    of inputs), and three factorisations of ``P^3 / 3`` for each expert.
+
+    Examples:
+        >>> cost = curvature_cost(1, 300, 301, 400_000)
+        >>> cost.memory > 600e9, cost.purpose
+        (True, 'the curvature of 90,300 parameters')
+    """
+    threads = torch.get_num_threads()
+    parameters = outputs * columns
+    memory = 8 * experts * parameters**2 * (_MATRICES + threads / 4)
+    sums = voxels * outputs * (outputs + 3) * columns * (columns + 1) / 2
+    factors = _FACTORISATIONS * experts * parameters**3 / 3
+    seconds = _EVALUATIONS * (sums + factors) / (_SPEED * threads)
+    return FitCost(memory, seconds, f"the curvature of {experts * parameters:,} parameters")
+
+
+def check_cost(name: str, num_classes: int, cost: FitCost, known: Mapping[str, Callable[[], Costly]]) -> None:
+    """Raise where a fit takes more than its share of the memory that is free; ``known`` calibrators may fit instead."""
+    budget = SHARE * available_memory()
+    if cost.memory <= budget:
+        return
+    raise InputError(
+        f"'{name}' of {num_classes} classes needs about {_bytes(cost.memory)} for {cost.purpose}, and "
+        f"{_duration(cost.seconds)}",
+        expected=f"at most {_bytes(budget)}, {SHARE:.0%} of the memory that is free",
+        fix=f"take one of {', '.join(_within(num_classes, budget, known))}, which fit, or merge classes",
+    )
+
+
+def _within(num_classes: int, budget: float, known: Mapping[str, Callable[[], Costly]]) -> list[str]:
+    """Ids of the calibrators that fit."""
+    costs = {name: kind().cost(num_classes) for name, kind in known.items()}
+    return [name for name, cost in costs.items() if cost is None or cost.memory <= budget]
+
+
+def available_memory() -> float:
+    """Bytes that can be had without swapping, within the limit of a container, if there is one."""
+    limits = [_free_in_group(), _free()]
+    return min((limit for limit in limits if limit is not None), default=_UNKNOWN)
+
+
+def _free() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * float(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        pass
+    try:  # no Linux: what there is in all
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _free_in_group() -> float | None:
+    """What the control group of a container leaves; None where it sets no limit."""
+    try:
+        limit, used = (float((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+    return max(limit - used, 0.0)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:,.0f} {unit}" if seconds >= 2 * size else f"one {unit[:-1]}"
+    return f"{seconds:,.0f} seconds"

@@ -1,0 +1,124 @@
+"""What every exact fit begins with: one read of the data that checks them, measures the identity and draws a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.cases import CaseSet
+from segcal.errors import SegcalError
+from segcal.fitting.limits import HIGHEST, LOWEST
+from segcal.fitting.sampling import CONFIDENCES, VoxelSample, VoxelSampler
+from segcal.kernels.survey import survey
+from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
+from segcal.solvers import newton_1d
+from segcal.types import Chunk
+
+# Voxels of the sample that the temperature is fitted to.
+_TEMPERATURE_VOXELS = 50_000
+# Slope of its NLL by 1 / temperature that is none.
+_TEMPERATURE_SLOPE = 1e-10
+# Scores in a sample, whatever is asked for: 128 MB of float32, which bind only where there are some hundred classes.
+_SCORES = 2**25
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """A sample, how many voxels have each true and each predicted class ``(C,)``, and the NLL of the identity."""
+
+    sample: VoxelSample
+    true: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    nll: float
+    impossible: bool  # whether some class is, in some voxel
+
+    @classmethod
+    def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
+        """Read all cases once; raises where scores or labels are unfit."""
+        sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
+        true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
+        for case in cases:
+            try:
+                for chunk in case.chunks():
+                    seen = survey(
+                        chunk.logits, chunk.labels, CONFIDENCES, ignore_index=case.ignore_index, mask=chunk.mask
+                    )
+                    sampler.draw(chunk.logits, chunk.labels, seen.strata)
+                    true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
+            except SegcalError as error:
+                raise error.at(case=case.id) from None
+            del case
+        sample = sampler.sample()
+        if impossible:
+            sample = replace(sample, logits=only_possible(sample.logits))
+        predicted = sample.sizes.reshape(cases.num_classes, -1).sum(1)
+        return cls(sample, true, predicted, nll / sample.total, impossible)
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.true)
+
+    @property
+    def total(self) -> int:
+        """Voxels in the data."""
+        return self.sample.total
+
+    def beta(self) -> float:
+        """1 / temperature of the sample's least NLL, within bounds."""
+        loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS))
+        return newton_1d(loss, 1.0, (LOWEST, HIGHEST), tolerance=_TEMPERATURE_SLOPE).value
+
+
+def most_voxels(num_classes: int) -> int:
+    """Voxels of so many classes that a sample may have."""
+    return max(1, _SCORES // num_classes)
+
+
+def check_possible(chunk: Chunk) -> bool:
+    """Whether a class is impossible in a voxel that counts; raises where that class is its label."""
+    if not some_impossible(chunk.logits):
+        return False
+    logits = chunk.logits.movedim(1, -1)[chunk.valid].double()
+    depth = logits.amax(1, keepdim=True) - logits
+    if bool((depth.gather(1, chunk.labels[chunk.valid].long()[:, None]) > DEPTH).any()):
+        raise impossible_label()
+    return bool((depth > DEPTH).any())
+
+
+@dataclass(frozen=True)
+class SampleNLL:
+    """The NLL of some voxels, per voxel of the data, as a function of 1 / T, with two derivatives; it is convex.
+
+    ``gaps (n, C)`` and ``label_gap (n,)`` are scores relative to the best, in float64.
+    """
+
+    gaps: Tensor
+    label_gap: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, sample: VoxelSample) -> SampleNLL:
+        """All voxels of a sample."""
+        z = sample.logits.double()
+        gaps = z - z.amax(1, keepdim=True)
+        return cls(gaps, gaps.gather(1, sample.labels[:, None])[:, 0], torch.from_numpy(sample.weights / sample.total))
+
+    def where(self, flagged: Tensor) -> SampleNLL:
+        """Some of these voxels, ``flagged (n,)`` bool."""
+        return SampleNLL(self.gaps[flagged], self.label_gap[flagged], self.weights[flagged])
+
+    def __call__(self, beta: float) -> tuple[float, float, float]:
+        """Value, slope and curvature."""
+        scaled = beta * self.gaps
+        p = scaled.softmax(1)
+        z = torch.where(p > 0, self.gaps, 0.0)
+        mean = (p * z).sum(1)
+        values = scaled.logsumexp(1) - beta * self.label_gap
+        variance = (p * z**2).sum(1) - mean**2
+        slope, curvature = float(self.weights @ (mean - self.label_gap)), float(self.weights @ variance)
+        return float(self.weights @ values), slope, curvature

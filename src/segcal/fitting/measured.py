@@ -1,0 +1,97 @@
+"""What calibrators without an exact optimum measure of themselves: their NLL, and how well they find mistakes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.cases import CaseSet
+from segcal.cases.calibrated import AnyCalibrator, score_pieces
+from segcal.errors import InputError, SegcalError
+from segcal.fitting.first_pass import check_possible
+from segcal.statistics import VoxelStatistics
+from segcal.types import Chunk
+
+
+class Loss(NamedTuple):
+    """Mean NLL, and the number of voxels it is the mean of."""
+
+    nll: float
+    voxels: int
+
+
+def mean_loss(cases: CaseSet, calibrator: AnyCalibrator = None) -> Loss:
+    """The mean NLL of all valid voxels, in one pass; of the scores as they are where there is no calibrator.
+
+    Raises where scores or labels are unfit.
+    """
+    statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
+    for case in cases:
+        try:
+            for rows, scores in score_pieces(case, calibrator):
+                chunk = Chunk(rows, scores, case.rows("labels", rows), case.rows("mask", rows), case.ignore_index)
+                statistics.update(scores, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
+                if calibrator is None:
+                    check_possible(chunk)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        del case
+    count = statistics.count()
+    if not count:
+        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    nll = float(statistics.total().losses.sum(0)[0]) / count
+    return Loss(nll, count)
+
+
+def compared(nll: float, other: float) -> str:
+    """An NLL beside another one, however near they are.
+
+    Examples:
+        >>> compared(0.43603612, 0.43603604), compared(0.2, 0.3), compared(0.5, 0.5)
+        ('0.436036, 8.0e-08 above', '0.2, 1.0e-01 below', '0.5, the same as')
+    """
+    if nll == other:
+        return f"{nll:.6g}, the same as"
+    return f"{nll:.6g}, {abs(nll - other):.1e} {'above' if nll > other else 'below'}"
+
+
+class Detection(NamedTuple):
+    """How well mispredictions are told from correct predictions; NaN where there is nothing to tell.
+
+    ``recall``: share of the mispredictions that are found, which Wang et al. call the accuracy on mispredictions;
+    ``precision``: share of mispredictions in what is found; ``accuracy``: share of all voxels that are told rightly.
+
+    Examples:
+        >>> Detection.of(torch.tensor([[80.0, 10.0], [2.0, 8.0]]))
+        Detection(recall=0.8, precision=0.4444444444444444, accuracy=0.88)
+    """
+
+    recall: float
+    precision: float
+    accuracy: float
+
+    @classmethod
+    def of(cls, counts: Tensor) -> Detection:
+        """From ``counts (2, 2)`` of voxels: rows correct and wrong, columns taken for correct and for wrong."""
+        (kept, false), (missed, found) = counts.tolist()
+        told = kept + found
+        return cls(_ratio(found, found + missed), _ratio(found, found + false), _ratio(told, told + false + missed))
+
+    def __str__(self) -> str:
+        told = {"recall": self.recall, "precision": self.precision, "accuracy": self.accuracy}
+        return "mispredictions: " + ", ".join(f"{name} {share:.3f}" for name, share in told.items() if share == share)
+
+
+def detection_counts(wrong: Tensor, flagged: Tensor, weights: NDArray[np.float64]) -> Tensor:
+    """What ``Detection.of`` takes, from bool ``wrong`` and ``flagged (n,)`` and how many each voxel stands for."""
+    index = (2 * wrong.long() + flagged.long()).numpy()
+    return torch.from_numpy(np.bincount(index, weights, 4).reshape(2, 2))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

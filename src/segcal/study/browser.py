@@ -1,0 +1,227 @@
+"""Pictures of some cases, slice by slice: image, label, prediction, confidence, temperature, error, flips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from segcal.calibrators import Calibrator
+from segcal.cases import CaseSet
+from segcal.cases.calibrated import AnyCalibrator, case_scores, of_channel
+from segcal.files.atomic import atomic_path
+from segcal.types import Case
+
+CASES, SLICES, PIXELS = 12, 8, 256
+Pixels = NDArray[np.uint8]
+
+# Okabe and Ito's colours, told apart by colour-blind readers; more classes take hues a golden angle apart.
+_CLASSES = np.array(
+    [(40, 40, 46), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0)], np.uint8
+)
+_IGNORED = np.array((128, 128, 128), np.uint8)
+# Dark blue over teal to pale yellow: brighter is more confident, in print too.
+_CONFIDENCE = np.array([(13, 8, 60), (46, 66, 138), (32, 131, 141), (94, 201, 120), (253, 240, 150)], float)
+# Blue below 1, white at 1, red above.
+_TEMPERATURE = np.array([(33, 82, 163), (146, 181, 222), (247, 247, 247), (231, 148, 122), (160, 22, 38)], float)
+_RIGHT, _WRONG = np.array((226, 232, 236), np.uint8), np.array((200, 50, 40), np.uint8)
+_KEPT, _HARM, _GAIN, _NEUTRAL = (
+    np.array(colour, np.uint8) for colour in ((226, 232, 236), (200, 50, 40), (0, 140, 100), (230, 159, 0))
+)
+
+
+class Place(NamedTuple):
+    """What is drawn: a case or, of multi-label data, a channel of one."""
+
+    case: str
+    channel: int = 0
+
+
+def write_browser(
+    cases: CaseSet,
+    calibrator: Callable[[str], Calibrator] | None,
+    method: str,
+    *,
+    before: Mapping[str, Mapping[Place, float]],
+    after: Mapping[str, Mapping[Place, float]],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """Draw some cases, those with the worst ECE before calibration first; PNG files have numbers for names.
+
+    Of multi-label data it is channels of cases that are chosen and drawn.
+
+    Args:
+        cases: To choose from.
+        calibrator: What "after" means for a case; None leaves those panels out.
+        method: Its name in the study.
+        before: Metric to the values of every place, uncalibrated.
+        after: The same, calibrated.
+        folder: Pictures go to ``browser/`` in it.
+    """
+    entries = []
+    change = {place: after["nll"][place] - value for place, value in before["nll"].items()} if calibrator else {}
+    for number, (where, title) in enumerate(chosen_cases(before["ece"], change)):
+        case = cases.select([where.case])[0]
+        own: AnyCalibrator = calibrator and calibrator(where.case)
+        if cases.channel_names is not None:
+            case, own = case.channel(where.channel), of_channel(own, where.channel)
+        slices = []
+        for place, panels in enumerate(_panels(case, own)):
+            files: list[dict[str, str]] = []
+            for panel, pixels in panels["pictures"].items():
+                file = f"browser/{number}-{place}-{len(files)}.png"
+                _save(pixels, folder / file)
+                files.append({"name": panel, "file": file})
+            slices.append({"index": panels["index"], "panels": files})
+        numbers = {f"{metric} before": values[where] for metric, values in before.items()}
+        if calibrator is not None:
+            numbers |= {f"{metric} after": values[where] for metric, values in after.items()}
+        entries.append(
+            {
+                "case": where.case,
+                "channel": cases.channel_names[where.channel] if cases.channel_names else "",
+                "title": title,
+                "method": method,
+                "shape": list(case.shape[2:]),
+                "slices": slices,
+                "numbers": numbers,
+            }
+        )
+    return entries
+
+
+def chosen_cases(
+    ece: Mapping[Place, float], change: Mapping[Place, float] | None = None, count: int = CASES
+) -> list[tuple[Place, str]]:
+    """Names and titles of up to ``count`` cases: a third with the worst ECE, a third helped least, and two kinds more.
+
+    Args:
+        ece: Of every case.
+        change: Of the NLL of every case, which is what calibration helped; without it no case is chosen by it.
+        count: How many cases, at least 4.
+
+    Examples:
+        >>> a, b, c, d, e, f = (Place(name) for name in "abcdef")
+        >>> found = chosen_cases({a: 0.3, b: 0.1, c: 0.2, d: 0.15, e: 0.12, f: 0.11}, {b: 0.2}, count=4)
+        >>> [(place.case, title) for place, title in found]
+        [('a', 'worst ECE'), ('b', 'helped least'), ('d', 'middle ECE'), ('f', 'best ECE')]
+    """
+    worst_first = _falling(ece)
+    if len(worst_first) <= count:
+        titles = ["ECE rank " + f"{place + 1} of {len(worst_first)}, worst first" for place in range(len(worst_first))]
+        return list(zip(worst_first, titles, strict=True))
+    third = max(1, count // 3)
+    found = dict.fromkeys(worst_first[:third], "worst ECE")
+    found |= dict.fromkeys([name for name in _falling(change or {}) if name not in found][:third], "helped least")
+    left = [name for name in worst_first if name not in found]
+    best = (count - len(found)) // 2
+    middle = count - len(found) - best
+    start = (len(left) - best - middle) // 2
+    found |= dict.fromkeys(left[start : start + middle], "middle ECE")
+    found |= dict.fromkeys(left[len(left) - best :], "best ECE")
+    return list(found.items())
+
+
+def _falling(values: Mapping[Place, float]) -> list[Place]:
+    """Names from the largest value to the smallest; undefined ones come last."""
+    return sorted(values, key=lambda name: (math.isnan(values[name]), -values[name], name))
+
+
+def _panels(case: Case, calibrator: AnyCalibrator) -> list[dict[str, Any]]:
+    """For every slice shown: its index (None in 2D) and its pictures by name."""
+    whole = None if calibrator is None else case_scores(case, calibrator)
+    volume = len(case.shape) == 5
+    places: Sequence[int | None] = [None]
+    if volume:
+        depth = case.shape[2]
+        places = sorted({int(place) for place in np.linspace(0, depth - 1, min(SLICES, depth)).round()})
+    found = []
+    for place in places:
+        logits = _plane(case.logits[0], place)
+        labels, valid = _plane(case.labels[0][None], place)[0], _plane(case.valid[0][None], place)[0]
+        image = None if case.image is None else _plane(case.image[0], place)
+        log_probs = None if whole is None else _plane(whole[0], place)
+        found.append({"index": place, "pictures": _pictures(logits, labels, valid, image, log_probs)})
+    return found
+
+
+def _plane(tensor: Tensor, place: int | None) -> Tensor:
+    """``(channels, H, W)``, thinned out to the size of a picture; nearest neighbours, as labels have no mean."""
+    plane = tensor if place is None else tensor[:, place]
+    if plane.ndim == 2:  # a line of voxels
+        plane = plane[:, None]
+    step = -(-max(plane.shape[1:]) // PIXELS)
+    return plane[:, ::step, ::step]
+
+
+def _pictures(
+    logits: Tensor, labels: Tensor, valid: Tensor, image: Tensor | None, log_probs: Tensor | None
+) -> dict[str, Pixels]:
+    right = logits.argmax(0) == labels
+    pictures = {} if image is None else {"image": _grey_or_colour(image)}
+    pictures["label"] = _where(valid, _classes(labels.clamp(max=len(logits) - 1)), _IGNORED)
+    pictures["prediction"] = _classes(logits.argmax(0))
+    pictures["confidence before"] = _mapped(logits.softmax(0).amax(0), _CONFIDENCE)
+    if log_probs is not None:
+        pictures["confidence after"] = _mapped(log_probs.exp().amax(0), _CONFIDENCE)
+        pictures["temperature"] = _mapped(_effective_temperature(logits, log_probs).log2() / 4 + 0.5, _TEMPERATURE)
+    pictures["error"] = _where(valid, _where(right, _RIGHT, _WRONG), _IGNORED)
+    if log_probs is not None:
+        now = log_probs.argmax(0)
+        flips = _where(right, _HARM, _where(now == labels, _GAIN, _NEUTRAL))
+        pictures["flips"] = _where(valid, _where(now == logits.argmax(0), _KEPT, flips), _IGNORED)
+    return pictures
+
+
+def _effective_temperature(logits: Tensor, log_probs: Tensor) -> Tensor:
+    """How many times the margin between the two best classes shrank; the temperature itself for ``S(z / T)``."""
+    best = logits.topk(2, 0)
+    margin = best.values[0] - best.values[1]
+    after = log_probs.gather(0, best.indices)
+    ratio = margin / (after[0] - after[1])
+    # Where classes tie, or swap places, there is no such temperature.
+    return torch.where((ratio > 0) & ratio.isfinite(), ratio, torch.ones_like(ratio)).clamp(0.25, 4.0)
+
+
+def _grey_or_colour(image: Tensor) -> Pixels:
+    channels = image[:3] if len(image) == 3 else image[:1].expand(3, -1, -1)
+    low, high = channels.min(), channels.max()
+    scaled = (channels - low) / (high - low if bool(high > low) else 1.0)
+    pixels: Pixels = (scaled * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    return pixels
+
+
+def _classes(labels: Tensor) -> Pixels:
+    count = int(labels.max()) + 1
+    palette = _CLASSES
+    if count > len(palette):
+        turns = (0.382 * np.arange(count - len(palette))) % 1
+        waves = 0.5 + 0.5 * np.cos(2 * np.pi * (turns[:, None] + np.array([0, 1 / 3, 2 / 3])))
+        palette = np.concatenate([palette, (60 + 180 * waves).astype(np.uint8)])
+    pixels: Pixels = palette[labels.clamp(min=0).numpy()]
+    return pixels
+
+
+def _mapped(values: Tensor, colours: NDArray[np.float64]) -> Pixels:
+    position = np.clip(values.double().nan_to_num(0.5).numpy(), 0, 1) * (len(colours) - 1)
+    steps = np.arange(len(colours))
+    mixed = np.stack([np.interp(position, steps, colours[:, k]) for k in range(3)], -1)
+    pixels: Pixels = mixed.round().astype(np.uint8)
+    return pixels
+
+
+def _where(mask: Tensor, yes: Pixels, no: Pixels) -> Pixels:
+    pixels: Pixels = np.where(mask.numpy()[..., None], yes, no)
+    return pixels
+
+
+def _save(pixels: Pixels, path: Path) -> None:
+    with atomic_path(path) as temporary:
+        Image.fromarray(pixels).save(temporary, "PNG", optimize=True)

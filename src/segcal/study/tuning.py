@@ -1,0 +1,302 @@
+"""``tune``: how strongly to regularise a calibrator, chosen on images it was not fitted to.
+
+The exact optimum of a rich map fits its calibration images better than the next ones. Shrinking it toward temperature
+scaling, by a strength chosen on other images, keeps what carries over.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from segcal.calibrators import CALIBRATORS, Calibrator
+from segcal.calibrators.experts import ExpertCalibrator
+from segcal.calibrators.per_channel import for_each_channel
+from segcal.cases import CaseSet
+from segcal.cases.calibrated import check_classes
+from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole
+from segcal.evaluation.measure import case_views, windows
+from segcal.evaluation.plan import DEFAULT_BINS, Plan
+from segcal.fitting.data import VoxelBudget
+from segcal.fitting.expert_exact import SAMPLE_VOXELS
+from segcal.fitting.first_pass import FirstPass
+from segcal.metrics import Measure, brier, ece, nll
+from segcal.parallel.threads import blas_threads
+from segcal.statistics import EVERYTHING, VoxelStatistics
+
+Select = Literal["nll", "ece", "brier"]
+Values = dict[Select, Measure]  # of one image
+
+#: Shrinkages of the path, from temperature scaling itself to none.
+STRENGTHS = (math.inf, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+_METRICS: dict[Select, Callable[[VoxelStatistics], Measure]] = {"nll": nll, "ece": ece, "brier": brier}
+_FOLDS = 5
+#: Voxels that the calibrators of a path are fitted to; the chosen one is then fitted to the usual number.
+PATH_VOXELS = 100_000
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Arguments that were tried, and what they gave on images not fitted to: means over these images."""
+
+    arguments: dict[str, Any]
+    nll: float
+    ece: float
+    brier: float
+    channel: str = ""
+    """Of multi-label data."""
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], images: Sequence[Values]) -> Trial:
+        """From the values of every image."""
+        mean = {name: float(Measure.mean(own[name] for own in images)) for name in _METRICS}
+        return cls(arguments, mean["nll"], mean["ece"], mean["brier"])
+
+
+def tune(
+    calibrator: Calibrator | str,
+    calibration: CaseSet,
+    validation: CaseSet | None = None,
+    *,
+    select: Select = "nll",
+    strengths: Sequence[float] = STRENGTHS,
+    trials: int = 20,
+    voxels: VoxelBudget = "auto",
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Calibrator:
+    """A fitted calibrator with the hyperparameters that do best on validation images.
+
+    Exact expert maps (``vs``, ``ms``, ``ms-c``, ``dc``, ``cdc``, ``cms-ap``, ``cms-op``) follow a path of falling
+    ``shrinkage`` toward the fitted temperature scaling, each solution being the start of the next. Without validation
+    images the strength is chosen by leaving out a fifth of the images at a time, and the map is then fitted to all.
+    Calibrators with a search space (``solver="adam"``, networks) take ``trials`` draws of Optuna's TPE sampler (extra
+    ``tune``). Those without hyperparameters are simply fitted. Each channel of multi-label data is tuned on its own.
+
+    ``select="nll"`` gives the best probabilities overall. ``"ece"`` gives the best top-label confidence, at some cost
+    in NLL: rich maps lower the NLL of all classes while their top-label calibration may get worse. ``"brier"`` is in
+    between.
+
+    Args:
+        calibrator: A calibrator, whose other arguments are kept, or an id of ``segcal.CALIBRATORS``.
+        calibration: What to fit to.
+        validation: What to choose on.
+        select: The metric that is to be lowest in the mean over the validation images. Where strengths are within a
+            standard error of each other in ECE or Brier score, their NLL decides.
+        strengths: The path; infinity is temperature scaling itself.
+        trials: Draws of the sampler.
+        voxels: ``"all"`` fits the calibrator with the strength chosen exactly, as in ``Calibrator.fit``; strengths are
+            always compared on a sample. Trials of the sampler are fitted so as well.
+        seed: Of samples, folds and the sampler.
+        progress: Called with the name of every step.
+
+    Returns:
+        The fitted calibrator; ``tuning`` lists the ``Trial`` of every choice, and the report's notes say which won.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(6, size=(32, 40), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> calibrator = tune("dc", cases[:4], cases[4:], strengths=(1.0, 0.01))
+        >>> len(calibrator.tuning), calibrator.fit_report.nll_after < calibrator.fit_report.nll_before
+        (2, True)
+    """
+    check_seed(seed)
+    check_whole("trials", trials, 1)
+    check_name("select", select, _METRICS)
+    check_name("voxels", voxels, ("auto", "all"))
+    if isinstance(calibrator, str):
+        check_name("calibrator", calibrator, CALIBRATORS)
+        calibrator = CALIBRATORS[calibrator]()
+    if validation is not None:
+        check_classes(validation, calibration, have="validation has", whose="calibration")
+    if calibration.channel_names is not None:
+        return _tune_channels(calibrator, calibration, validation, select, strengths, trials, seed, progress)
+    if isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact":
+        return _follow_path(calibrator, calibration, validation, select, strengths, voxels, seed, progress)
+    if calibrator.search_space:
+        return _search(calibrator, calibration, validation, select, trials, voxels, seed, progress)
+    tuned = copy.deepcopy(calibrator).fit(calibration, validation=validation, voxels=voxels, seed=seed)
+    tuned.tuning = ()
+    return tuned
+
+
+def _tune_channels(
+    calibrator: Calibrator,
+    calibration: CaseSet,
+    validation: CaseSet | None,
+    select: Select,
+    strengths: Sequence[float],
+    trials: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> Calibrator:
+    names = calibration.channel_names
+    assert names is not None
+
+    def tuned(index: int, own: CaseSet, chosen_on: CaseSet | None) -> Calibrator:
+        return tune(
+            calibrator.single(), own, chosen_on, select=select, strengths=strengths, trials=trials, seed=seed,
+            progress=lambda step: progress(f"{names[index]}: {step}"),
+        )  # fmt: skip
+
+    channels = for_each_channel(tuned, calibration, validation)
+    whole = calibrator.single().take_channels(names, channels)
+    whole.tuning = tuple(
+        replace(trial, channel=name) for name, own in zip(names, channels, strict=True) for trial in own.tuning
+    )
+    return whole
+
+
+def _follow_path(
+    calibrator: ExpertCalibrator,
+    calibration: CaseSet,
+    validation: CaseSet | None,
+    select: Select,
+    strengths: Sequence[float],
+    voxels: VoxelBudget,
+    seed: int,
+    progress: Callable[[str], None],
+) -> Calibrator:
+    if not strengths or not all(s >= 0 for s in strengths):
+        raise InputError(f"strengths are {tuple(strengths)}", expected="penalties, zero or more, at least one")
+    calibrator.check_size(calibration.num_classes)
+    falling = sorted(set(strengths), reverse=True)
+    if validation is not None:
+        parts = [(calibration, validation)]
+    else:
+        _check_two_groups(calibration)
+        parts = calibration.folds(min(_FOLDS, len(set(calibration.case_groups.values()))), seed=seed)
+    values: list[list[Values]] = [[] for _ in falling]
+    for number, (fitted_to, chosen_on) in enumerate(parts):
+        progress(f"path {number + 1} of {len(parts)}")
+        first = FirstPass.over(fitted_to, SAMPLE_VOXELS, seed)
+        path = _path(calibrator, first, fitted_to, falling)
+        for own, images in zip(values, _measure(path, chosen_on), strict=True):
+            own += images
+    tried = [Trial.of({"shrinkage": strength}, own) for strength, own in zip(falling, values, strict=True)]
+    best = _choose(values, select)
+    progress("fitting with the strength chosen")
+    tuned = type(calibrator)(**{**calibrator.arguments(), "shrinkage": falling[best]})
+    if voxels == "all":
+        tuned.fit(calibration, voxels="all", seed=seed)
+    else:
+        if validation is None:
+            first = FirstPass.over(calibration, SAMPLE_VOXELS, seed)
+        with blas_threads(1):
+            tuned.fit_from(first, calibration, path[best])
+    chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
+    alike = "" if select == "nll" else f" among those of {select} within a standard error of the lowest"
+    note = f"of {len(tried)} tried, shrinkage {falling[best]:g} has the lowest nll{alike}, on {chosen_on_what}"
+    return _with_trials(tuned, tried, note)
+
+
+def _check_two_groups(cases: CaseSet) -> None:
+    if len(set(cases.case_groups.values())) < 2:
+        what = "one case" if len(cases) < 2 else f"{len(cases)} cases of one group"
+        raise InputError(f"{what} and no validation cases", expected="at least two cases (groups) to choose by")
+
+
+def _choose(values: Sequence[Sequence[Values]], select: Select) -> int:
+    """Which strength, from the values of all images at each.
+
+    ECE and Brier score see little of what a richer map gains, so that many strengths are alike to them: of those whose
+    excess over the lowest mean is within its own standard error (paired by image), the one with the lowest NLL.
+    """
+    table = {name: np.array([[own[name] for own in images] for images in values]) for name in ("nll", select)}
+    if np.isnan(table["nll"]).all():
+        raise InputError("no valid voxel in the validation images", expected="labels to choose a strength by")
+    means = np.nanmean(table[select], 1)
+    excess = table[select] - table[select][np.argmin(means)]
+    images = np.maximum(1, np.isfinite(excess).sum(1))
+    alike = np.nanmean(excess, 1) <= (0 if select == "nll" else np.nanstd(excess, 1) / np.sqrt(images))
+    return int(np.argmin(np.where(alike, np.nanmean(table["nll"], 1), np.inf)))
+
+
+def _path(
+    calibrator: ExpertCalibrator, first: FirstPass, cases: CaseSet, strengths: Sequence[float]
+) -> list[ExpertCalibrator]:
+    """Fitted calibrators, one for each strength, all to the same part of the sample: enough to compare strengths."""
+    part = replace(first, sample=first.sample.thin(PATH_VOXELS)) if len(first.sample) > PATH_VOXELS else first
+    path: list[ExpertCalibrator] = []
+    with blas_threads(1):
+        for strength in strengths:
+            arguments = {**calibrator.arguments(), "shrinkage": strength}
+            path.append(type(calibrator)(**arguments).fit_from(part, cases, path[-1] if path else None))
+    return path
+
+
+def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Values]]:
+    """For each calibrator, the values of every case, as evaluation finds them. The cases are read once."""
+    plan, threads = Plan.make(tuple(_METRICS), (EVERYTHING,), {}, seed=0), torch.get_num_threads()
+    found: list[list[Values]] = [[] for _ in calibrators]
+    for case in cases:
+        try:
+            views = case_views(plan, case, {str(n): one for n, one in enumerate(calibrators)}, threads)
+            own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
+            for window, logits in windows(views):
+                for view, statistics in zip(views.values(), own, strict=True):
+                    view.add_to(statistics, window, logits)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        for values, statistics in zip(found, own, strict=True):
+            values.append({name: metric(statistics) for name, metric in _METRICS.items()})
+        del case
+    return found
+
+
+def _search(
+    calibrator: Calibrator,
+    calibration: CaseSet,
+    validation: CaseSet | None,
+    select: Select,
+    trials: int,
+    voxels: VoxelBudget,
+    seed: int,
+    progress: Callable[[str], None],
+) -> Calibrator:
+    try:
+        import optuna  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise SegcalError(
+            f"tuning '{calibrator.id}' needs optuna, which is not installed", fix="pip install 'segcal[tune]'"
+        ) from None
+    if validation is None:
+        _check_two_groups(calibration)
+        split = calibration.split(0.8, 0.2, 0.0, seed=seed)
+        calibration, validation = split.calibration, split.validation
+    tried: list[Trial] = []
+    fitted: list[Calibrator] = []
+
+    def objective(trial: Any) -> float:
+        progress(f"trial {len(tried) + 1} of {trials}")
+        arguments = {name: values.suggest(trial, name) for name, values in calibrator.search_space.items()}
+        candidate = type(calibrator)(**{**calibrator.arguments(), **arguments})
+        candidate.fit(calibration, validation=validation, voxels=voxels, seed=seed)
+        tried.append(Trial.of(arguments, _measure([candidate], validation)[0]))
+        value: float = getattr(tried[-1], select)
+        if value <= min(getattr(trial, select) for trial in tried):
+            fitted[:] = [candidate]
+        return value
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed)).optimize(objective, n_trials=trials)
+    finally:
+        optuna.logging.set_verbosity(before)
+    best = min(tried, key=lambda trial: getattr(trial, select))
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in best.arguments.items())
+    return _with_trials(fitted[0], tried, f"{chosen} has the lowest validation {select} of {len(tried)} trials")
+
+
+def _with_trials(calibrator: Calibrator, tried: Sequence[Trial], note: str) -> Calibrator:
+    assert calibrator.fit_report is not None
+    calibrator.fit_report = replace(calibrator.fit_report, notes=(note, *calibrator.fit_report.notes))
+    calibrator.tuning = tuple(tried)
+    return calibrator

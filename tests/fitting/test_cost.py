@@ -1,0 +1,108 @@
+"""Too many classes for a map: refused before anything is read or allocated, and what would fit is named."""
+
+import tracemalloc
+
+import pytest
+import torch
+
+import segcal
+from reference.calibrators import drawn
+from segcal.calibrators import CALIBRATORS
+from segcal.cases import CaseRef, CaseSet
+from segcal.errors import InputError
+from segcal.fitting import cost, first_pass
+
+DENSE = ("ms", "ms-c", "dc", "cdc", "cms-ap", "cms-op")
+GIB = 2**30
+
+
+def unread():
+    raise AssertionError("the data were read")
+
+
+def many_classes(count):
+    return CaseSet([CaseRef(name, unread) for name in "abcd"], num_classes=count)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets how much memory is free."""
+    return lambda count: monkeypatch.setattr(cost, "available_memory", lambda: count)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_three_hundred_classes_are_refused_before_anything_is_read_or_allocated(name, memory):
+    memory(256 * GIB)
+    for fit in (lambda cases: CALIBRATORS[name]().fit(cases), lambda cases: segcal.tune(name, cases)):
+        tracemalloc.start()
+        with pytest.raises(InputError, match=f"'{name}' of 300 classes needs about .* GiB .* parameters") as refused:
+            fit(many_classes(300))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+        tracemalloc.stop()
+    assert "at most 128.0 GiB, 50% of the memory that is free" in str(refused.value)
+    assert "take one of ts, ets, vs, " in refused.value.fix
+    assert not {*refused.value.fix.replace(",", "").split()} & {*DENSE}
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_usual_numbers_of_classes_fit(name, memory):
+    memory(4 * GIB)
+    for classes in (2, 19, 25):
+        CALIBRATORS[name]().check_size(classes)
+    if name not in DENSE:
+        CALIBRATORS[name]().check_size(1000)
+
+
+def test_the_memory_that_is_free_decides(memory):
+    z, y = drawn(300, 4)
+    memory(100_000)
+    with pytest.raises(InputError, match="'cms-op' of 4 classes needs about") as refused:
+        CALIBRATORS["cms-op"]().fit(z, y)
+    assert refused.value.fix.startswith("take one of ts, ets, vs, ms, ms-c, dc, lts,")
+    memory(GIB)
+    CALIBRATORS["cms-op"]().fit(z, y)
+
+
+@pytest.mark.parametrize(("name", "classes"), [("dc", 16), ("ms-c", 16), ("cms-op", 10), ("cdc", 10)])
+def test_the_estimate_is_an_upper_bound_and_not_far_off(name, classes):
+    z, y = drawn(1000, classes)
+    CALIBRATORS[name]().fit(z, y)  # whatever is imported or compiled
+    tracemalloc.start()
+    CALIBRATORS[name]().fit(z, y)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    estimate = CALIBRATORS[name]().cost(classes).memory
+    assert estimate / 4 < peak < estimate
+
+
+def test_this_machine_has_memory():
+    assert 2**20 < cost.available_memory() < 2**50
+
+
+def test_a_container_leaves_what_it_does_not_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "_GROUP", tmp_path)
+    whole = cost.available_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert cost._free_in_group() is None
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert cost.available_memory() == 4000 < whole
+
+
+def test_samples_of_many_classes_have_fewer_voxels(monkeypatch):
+    monkeypatch.setattr(first_pass, "_SCORES", 4000)
+    z, y = drawn(3000, 4)
+    report = CALIBRATORS["vs"]().fit(z, y).fit_report
+    assert report.voxels_used == 1000
+    assert "stratified sample of 1,000 of 3,000 voxels" in report.notes[-1]
+
+
+def test_a_thousand_classes_are_scaled_by_vectors():
+    random = torch.Generator().manual_seed(0)
+    z = 3 * torch.randn(100, 1000, generator=random)
+    y = (z + torch.randn(z.shape, generator=random)).argmax(1)
+    report = CALIBRATORS["vs"]().fit(z, y).fit_report
+    assert report.converged
+    assert report.nll_after < report.nll_before
+    assert len(report.notes) == 2
+    assert all(len(note) < 200 for note in report.notes)

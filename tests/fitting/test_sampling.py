@@ -1,0 +1,247 @@
+"""A stratified sample stands for everything, without bias, however it was drawn."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from segcal.errors import InputError
+from segcal.fitting import sampling
+from segcal.fitting.sampling import VoxelSampler
+from segcal.synthetic import Temperature, scenes
+
+
+def scene(size=(96, 128), classes=4, seed=0):
+    """Logits (1, C, *size) and labels (1, *size): mostly easy voxels, some wrong."""
+    case = scenes(1, size=size, num_classes=classes, plant=[Temperature(2.0)], seed=seed, coherence=0)[0]
+    return case.logits, case.labels
+
+
+def draw(z, y, voxels, valid=None, seed=0):
+    sampler = VoxelSampler(z.shape[1], voxels, seed)
+    sampler.add(z, y, torch.ones_like(y, dtype=torch.bool) if valid is None else valid)
+    return sampler.sample()
+
+
+def assert_same(first, second):
+    assert torch.equal(first.logits, second.logits)
+    assert torch.equal(first.labels, second.labels)
+    for name in ("strata", "keys", "sizes", "weights"):
+        assert np.array_equal(getattr(first, name), getattr(second, name)), name
+
+
+def losses(sample):
+    return cross_entropy(sample.logits.double(), sample.labels, reduction="none").numpy()
+
+
+@pytest.mark.parametrize("voxels", [1, 7, 40, 300, 5000, 10**6])
+def test_weights_sum_to_the_valid_voxels(voxels):
+    z, y = scene()
+    valid = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    sample = draw(z, y, voxels, valid)
+    assert len(sample) == min(voxels, int(valid.sum()))
+    assert sample.total == int(valid.sum())
+    assert sample.weights.min() >= 1
+    if voxels >= 40:  # as many as there can be strata
+        assert sample.weights.sum() == pytest.approx(sample.total)
+
+
+def test_every_stratum_is_seen_and_often_enough_for_a_standard_error():
+    z, y = scene()
+    for voxels in (90, 400, 3000):
+        sample = draw(z, y, voxels)
+        drawn = np.bincount(sample.strata, minlength=len(sample.sizes))
+        assert (drawn >= np.minimum(sample.sizes, 2)).all()
+
+
+def test_strata_are_those_of_winner_correctness_and_confidence():
+    z, y = scene()
+    sample = draw(z, y, 10**6)
+    p = z.double().softmax(1).movedim(1, -1).flatten(0, -2)
+    for voxel in range(0, len(p), 97):
+        winner = int(p[voxel].argmax())
+        right = winner == int(y.flatten()[voxel])
+        level = sum(float(p[voxel, winner]) > edge for edge in sampling.CONFIDENCES)
+        assert sample.strata[voxel] == (2 * winner + right) * 5 + level
+
+
+def test_classes_share_the_sample_equally_where_they_can():
+    z, y = scene(classes=3)
+    predicted = np.bincount(z.argmax(1).flatten())
+    drawn = np.bincount(draw(z, y, 300).strata // 10)
+    assert predicted.max() > 10 * predicted.min()
+    assert drawn.min() > 75
+    assert drawn.max() < 125
+
+
+def test_the_weighted_mean_is_unbiased_and_its_standard_error_honest():
+    z, y = scene()
+    exact = float(cross_entropy(z.double(), y))
+    samples = [draw(z, y, 300, seed=seed) for seed in range(300)]
+    estimates = np.array([sample.weights @ losses(sample) / sample.total for sample in samples])
+    claimed = np.sqrt(np.mean([sample.standard_error(losses(sample)) ** 2 for sample in samples]))
+    spread = estimates.std(ddof=1)
+    assert abs(estimates.mean() - exact) < 4 * spread / np.sqrt(300)
+    assert 0.85 < claimed / spread < 1.15  # the spread of 300 itself is known to 4 %
+    uniform = float(cross_entropy(z.double(), y, reduction="none").std()) / np.sqrt(300)
+    assert spread < 0.5 * uniform  # what the strata are for
+
+
+def test_the_standard_error_of_everything_is_zero():
+    z, y = scene()
+    sample = draw(z, y, 10**6)
+    assert sample.standard_error(losses(sample)) == 0
+
+
+def test_a_large_enough_sample_is_everything():
+    z, y = scene()
+    for voxels in (y.numel(), 10 * y.numel()):
+        sample = draw(z, y, voxels)
+        assert sample.complete
+        assert (sample.weights == 1).all()
+        assert torch.equal(sample.logits, z.movedim(1, -1).flatten(0, -2))
+        assert torch.equal(sample.labels, y.flatten())
+    assert not draw(z, y, y.numel() - 1).complete
+
+
+@pytest.mark.parametrize("voxels", [400, 1500])
+def test_chunks_do_not_matter(voxels):
+    z, y = scene()
+    valid = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    whole = draw(z, y, voxels, valid)
+    for rows in (1, 7, 50):
+        sampler = VoxelSampler(4, voxels)
+        for first in range(0, z.shape[2], rows):
+            part = slice(first, first + rows)
+            sampler.add(z[:, :, part], y[:, part], valid[:, part])
+        assert_same(sampler.sample(), whole)
+
+
+def test_a_shift_in_the_data_leaves_the_sample_without_bias():
+    """Shares change while the data go by, classes and errors arrive late: what is held then must still be a sample."""
+    z, y = scene()
+    flat, labels = z.movedim(1, -1).flatten(0, -2), y.flatten()
+    order = (flat.argmax(1) * 2 + (flat.argmax(1) != labels)).argsort(stable=True)
+    flat, labels = flat[order], labels[order]
+    exact, estimates = float(cross_entropy(flat.double(), labels)), []
+    for seed in range(100):
+        sampler = VoxelSampler(4, 300, seed)
+        for first in range(0, len(labels), 500):
+            part = slice(first, first + 500)
+            sampler.add(flat[part], labels[part], torch.ones_like(labels[part], dtype=torch.bool))
+        sample = sampler.sample()
+        assert len(sample) == 300
+        assert sample.weights.sum() == pytest.approx(sample.total)
+        estimates.append(sample.weights @ losses(sample) / sample.total)
+    assert abs(np.mean(estimates) - exact) < 4 * np.std(estimates) / 10
+
+
+def test_layouts_do_not_matter():
+    z, y = scene()
+    expected = draw(z, y, 500)
+    assert_same(draw(z.movedim(1, -1).contiguous().movedim(-1, 1), y, 500), expected)
+    padded = torch.nn.functional.pad(z, (3, 3))[..., 3:-3]
+    assert not padded.is_contiguous()
+    assert_same(draw(padded, y, 500), expected)
+    assert_same(draw(z.movedim(1, -1).flatten(0, -2), y.flatten(), 500), expected)  # (N, C)
+    assert_same(draw(z[0].movedim(0, 1), y[0], 500), expected)  # rows as a batch
+    assert_same(draw(z.requires_grad_(), y, 500), expected)
+
+
+def test_the_batch_is_one_more_direction_of_space():
+    z, y = scene()
+    volume = z.view(1, 4, 4, 24, 128)
+    assert_same(draw(volume, y.view(1, 4, 24, 128), 500), draw(z, y, 500))
+    batch = volume[0].movedim(1, 0)
+    assert_same(draw(batch, y.view(4, 24, 128), 500), draw(z, y, 500))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_of_any_integer_type(dtype):
+    z, y = scene()
+    assert_same(draw(z, y.to(dtype), 500), draw(z, y, 500))
+
+
+def test_small_types_are_float32_and_float64_keeps_its_digits():
+    z, y = scene()
+    assert draw(z.half(), y, 500).logits.dtype == torch.float32
+    exact = z.double() + 1e9
+    sample = draw(exact, y, 10**6)
+    assert torch.equal(sample.logits, exact.movedim(1, -1).flatten(0, -2))
+
+
+def test_the_seed_decides():
+    z, y = scene()
+    assert_same(draw(z, y, 500, seed=3), draw(z, y, 500, seed=3))
+    assert not np.array_equal(draw(z, y, 500, seed=3).keys, draw(z, y, 500, seed=4).keys)
+
+
+def test_invalid_voxels_are_never_drawn_whatever_they_hold():
+    z, y = scene()
+    valid = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    expected = draw(z, y, 500, valid)
+    other, labels = z.clone(), y.clone()
+    other.movedim(1, -1)[~valid] = torch.nan
+    labels[~valid] = 255
+    assert_same(draw(other, labels, 500, valid), expected)
+    assert draw(other, labels, 10**6, valid).logits.isfinite().all()
+
+
+def test_thinning_keeps_a_part_that_still_stands_for_everything():
+    z, y = scene()
+    whole = sample = draw(z, y, 3000)
+    for voxels in (2999, 1000, 50):
+        sample = sample.thin(voxels)
+        assert len(sample) == voxels
+        assert set(sample.keys) <= set(whole.keys)
+        assert sample.total == y.numel()
+        assert sample.weights.sum() == pytest.approx(sample.total)
+        for stratum in np.unique(sample.strata):  # the lowest keys: thinning twice is thinning once
+            kept = sample.keys[sample.strata == stratum]
+            held = np.sort(whole.keys[whole.strata == stratum])
+            assert np.array_equal(np.sort(kept), held[: len(kept)])
+    assert_same(sample.thin(50), sample)
+    assert_same(sample.thin(10**6), sample)
+
+
+def test_impossible_classes_and_one_sided_data():
+    z, y = scene()
+    z[:, 3], y[y == 3] = -torch.inf, 0
+    sample = draw(z, y, 500)
+    assert torch.isneginf(sample.logits[:, 3]).all()
+    assert not sample.sizes[-10:].any()
+    alike = draw(torch.zeros(1000, 3), torch.zeros(1000, dtype=torch.int64), 100)
+    assert len(alike) == 100
+    assert np.allclose(alike.weights, 10)
+
+
+def test_nothing_to_draw_from_is_an_error():
+    sampler = VoxelSampler(3, 10)
+    with pytest.raises(InputError, match="no valid voxel"):
+        sampler.sample()
+    sampler.add(torch.zeros(5, 3), torch.zeros(5), torch.zeros(5, dtype=torch.bool))
+    with pytest.raises(InputError, match="no valid voxel"):
+        sampler.sample()
+
+
+def test_the_compiled_choice_is_the_plain_one(monkeypatch):
+    random = np.random.default_rng(0)
+    valid = random.random(5000) < 0.8
+    strata = np.where(valid, random.integers(0, 30, 5000), -1)
+    highest = random.integers(0, 2**64, 30, np.uint64, endpoint=False)
+    highest[:2] = 0, np.iinfo(np.uint64).max
+    results = []
+    for hidden in (False, True):
+        if hidden:
+            monkeypatch.setitem(sys.modules, "segcal.kernels.choose_loops", None)
+        sizes = np.arange(30)
+        for first in (np.uint64(0), np.uint64(2**64 - 2500)):  # the hash wraps around
+            kept, keys = sampling._choose(strata, first, highest, sizes)
+            results.append((hidden, kept, keys, sizes.copy()))
+    for (_, *plain), (_, *compiled) in zip(results[2:], results[:2], strict=True):
+        for a, b in zip(plain, compiled, strict=True):
+            assert a.dtype == b.dtype
+            assert np.array_equal(a, b)
+    assert 0 < len(results[0][1]) < valid.sum()
