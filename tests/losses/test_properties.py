@@ -1,5 +1,7 @@
 """What must hold for every loss: ignored voxels, degenerate settings, symmetries, types, and bad input."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,11 @@ from segcal.losses import voxelwise
 
 CLASSES = 4
 IDS = list(losses.LOSSES)
+PENALISED = [name for name, cls in losses.LOSSES.items() if "base" in cls.defaults()]
 
 
 def make(name, **options):
-    return losses.LOSSES[name](CLASSES, **options) if name == "crac" else losses.LOSSES[name](**options)
+    return losses.LOSSES[name].of_classes(CLASSES, **options)
 
 
 def batch(space=(8, 9), seed=0, ignored=0.1, dtype=torch.float32):
@@ -88,7 +91,7 @@ def test_views_that_agree_on_an_impossible_class_are_consistent():
 def test_no_voxels_are_zero_or_refused(name, shape):
     z = torch.zeros(shape, requires_grad=True)
     y = torch.zeros(shape[0], *shape[2:], dtype=torch.long)
-    if name in ("svls", "nacl", "crac") and shape[2] == 0:
+    if losses.LOSSES[name].neighbourhood and name != "bwcr" and shape[2] == 0:
         with pytest.raises(InputError, match="no smaller than the patch"):
             make(name)(z, y)
         return
@@ -111,7 +114,7 @@ DEGENERATE = [
     losses.LabelSmoothing(alpha=0.0),
     losses.SVLS(share=0.0),
     losses.MbLS(margin=float("inf")),
-    *[losses.LOSSES[name](weight=0.0) for name in ("ecp", "mbls", "nacl", "bwcr", "mmce", "meep", "ml1-ace")],
+    *[make(name, weight=0.0) for name in PENALISED if "weight" in losses.LOSSES[name].defaults()],
 ]
 
 
@@ -153,11 +156,18 @@ def test_permuting_classes_with_their_labels_changes_nothing(name):
     torch.testing.assert_close(make(name)(logits[:, order], moved), make(name)(logits, labels))
 
 
-@pytest.mark.parametrize("name", [name for name in IDS if name not in ("nacl", "crac", "bwcr")])
-def test_constants_added_to_a_voxel_change_nothing(name):
+@pytest.mark.parametrize("name", IDS)
+def test_constants_added_to_a_voxel_change_nothing_or_the_class_says_so(name):
     logits, labels = batch(dtype=torch.float64)
     moved = logits + batch(seed=1, dtype=torch.float64)[0][:, :1]
-    torch.testing.assert_close(make(name)(moved, labels), make(name)(logits, labels))
+    same = torch.isclose(make(name)(moved, labels), make(name)(logits, labels), atol=1e-7, rtol=1e-7)
+    assert bool(same) == losses.LOSSES[name].translation_invariant
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_gradient_is_the_derivative(name):
+    logits, labels = batch((5, 5), dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda z: make(name)(z, labels), logits.requires_grad_())
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -227,11 +237,11 @@ def test_compiles_to_one_graph(name):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", [name for name in IDS if name not in ("svls", "nacl", "crac", "bwcr")])
+@pytest.mark.parametrize("name", [name for name in IDS if not losses.LOSSES[name].neighbourhood])
 def test_voxels_without_space(name):
     logits, labels = batch((6,))
     flat = logits.movedim(1, -1).reshape(-1, CLASSES), labels.reshape(-1)
-    if name not in ("dice", "ce-dice", "ml1-ace"):  # which are of images
+    if name not in ("dice", "ce-dice", "ml1-ace"):  # These depend on which voxels form an image.
         torch.testing.assert_close(make(name)(*flat), make(name)(logits, labels))
     assert make(name)(*flat).isfinite()
 
@@ -262,7 +272,7 @@ def test_combined_losses_add_up():
     torch.testing.assert_close(combined(logits, labels), expected)
 
 
-@pytest.mark.parametrize("name", ["ecp", "mbls", "nacl", "crac", "bwcr", "mmce", "meep", "ml1-ace"])
+@pytest.mark.parametrize("name", PENALISED)
 def test_any_penalty_joins_any_base(name):
     logits, labels = batch()
     alone = make(name, base=None)(logits, labels)
@@ -318,7 +328,7 @@ def test_bad_input(name):
         loss(logits.long(), labels)
 
 
-@pytest.mark.parametrize("name", ["svls", "nacl", "crac"])
+@pytest.mark.parametrize("name", [name for name in IDS if losses.LOSSES[name].neighbourhood and name != "bwcr"])
 def test_a_neighbourhood_needs_space(name):
     logits, labels = batch((8, 2))
     with pytest.raises(InputError, match="patch is 3 but the image has shape"):
@@ -359,6 +369,17 @@ def test_bad_options():
         losses.bwcr(logits, torch.cat((labels[2:], labels[:2].flip(1))))
     with pytest.raises(InputError, match="two views of every image"):
         losses.bwcr(logits[:3], labels[:3])
+
+
+def test_options_are_the_functions_options():
+    assert losses.NACL(0.2, "max", patch=5)._options == losses.NACL(weight=0.2, prior="max", patch=5)._options
+    assert list(inspect.signature(losses.SVLS).parameters) == list(losses.SVLS.defaults())
+    with pytest.raises(TypeError, match="NACL has no option 'wait', only weight, prior, patch"):
+        losses.NACL(wait=1)
+    with pytest.raises(TypeError, match="too many positional"):
+        losses.Focal(2.0, [1.0, 2.0])
+    with pytest.raises(TypeError, match="multiple values for argument 'gamma'"):
+        losses.Focal(2.0, gamma=1.0)
 
 
 def test_class_weights_move_with_the_module():

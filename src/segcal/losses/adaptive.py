@@ -1,21 +1,24 @@
-"""CRaC: NACL's constraint with one multiplier per class and region, learned on the validation set."""
+"""CRaC: the constraint of NACL with one multiplier per class and region, learned on the validation set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self
 
 from segcal.errors import InputError
 from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, check_patch, prepare
-from segcal.losses.combine import Base, PenaltyOptions, penalised
+from segcal.losses.combine import Base, penalised
 from segcal.losses.lagrangian import Multipliers
 from segcal.losses.patches import label_codes, patch_counts
 from segcal.losses.voxelwise import Part, Terms
+
+__all__ = ["CRaC", "crac"]
 
 
 def crac(
@@ -23,8 +26,8 @@ def crac(
     labels: Tensor,
     multipliers: Tensor,
     rho: Tensor,
-    *,
     margin: float = 1.0,
+    *,
     patch: int = 3,
     base: Base = "ce",
     class_weights: ClassWeights | None = None,
@@ -33,10 +36,11 @@ def crac(
 ) -> Tensor:
     """``crac``: ``base + mean over k of lambda h + rho h^2 / 2``, ``h = |tau_k - z_k|`` (Murugesan et al. 2024).
 
-    The penalty is PHR's, ``(x^2 - lambda^2) / (2 rho)`` with ``x = lambda + rho h``. ``multipliers`` and ``rho`` are
-    ``(2, C)``: a row for voxels whose patch holds one label (inner), a row for those of mixed patches (outer). tau is
-    the share of each class in the patch, times ``margin`` in the inner region (the paper has 1, its released code 5).
-    ``logits (B, C, *S)``, ``labels (B, *S)``, two or three spatial axes. ``base`` as in ``segcal.losses.combine``.
+    The penalty is the augmented Lagrangian of Powell, Hestenes and Rockafellar (PHR), ``(x^2 - lambda^2) / (2 rho)``
+    with ``x = lambda + rho h``. ``multipliers`` and ``rho`` are ``(2, C)``: one row for voxels whose patch holds one
+    label (inner), one for voxels whose patch holds several (outer). tau is the share of each class in the patch, times
+    ``margin`` in the inner region (the paper has 1, its released code 5). ``logits (B, C, *S)``, ``labels (B, *S)``,
+    two or three spatial axes. ``base`` as in ``segcal.losses.combine``.
 
     Examples:
         >>> labels = torch.zeros(1, 4, 4, dtype=torch.long)
@@ -61,8 +65,8 @@ def constraint(batch: Batch, margin: float, patch: int) -> tuple[Tensor, Tensor]
     """``z - tau (B, C, *S)``, and 1 where the patch holds several labels, 0 elsewhere ``(B, 1, *S)``."""
     z = batch.logits
     counts = patch_counts(batch, patch)
-    # The largest count is everything exactly where the largest label of the patch is also its smallest. Bytes become
-    # floats much faster than bools do.
+    # A patch holds one label if the count of that label is the total. Converting bytes to floats is much faster than
+    # converting bools.
     outer = (counts.classes.amax(1, keepdim=True) != counts.total).to(torch.uint8).to(z.dtype)
     share = counts.total.clamp_min(1).to(z.dtype).reciprocal_()
     if margin != 1:
@@ -71,14 +75,14 @@ def constraint(batch: Batch, margin: float, patch: int) -> tuple[Tensor, Tensor]
 
 
 def by_region(table: Tensor, outer: Tensor) -> Tensor:
-    """Every voxel's entry ``(B, C, *S)`` of a table ``(2, C)`` of inner and outer values."""
+    """The inner or outer values of a table ``(2, C)``, chosen for every voxel: ``(B, C, *S)``."""
     inside, outside = table.to(outer).view(2, -1, *[1] * (outer.ndim - 2))
     entries: Tensor = (outer * (outside - inside)).add_(inside)
     return entries
 
 
 def _phr_terms(batch: Batch, multipliers: Tensor, rho: Tensor, margin: float, patch: int) -> Terms:
-    """``sum_k lambda h + rho h^2 / 2`` and its derivative ``(lambda + rho h) sign(z - tau)``."""
+    """``sum_k lambda h + rho h^2 / 2`` and its gradient ``(lambda + rho h) sign(z - tau)``."""
     gap, outer = constraint(batch, margin, patch)
     linear = by_region(multipliers, outer).mul_(gap.sign())
     gradient = by_region(rho, outer).mul_(gap).add_(linear)
@@ -90,7 +94,7 @@ def _phr_terms(batch: Batch, multipliers: Tensor, rho: Tensor, margin: float, pa
 def _one_pass(
     batch: Batch, tables: tuple[Tensor, Tensor], margin: float, patch: int
 ) -> Callable[[Batch, Terms, float], None] | None:
-    """What adds the penalty to other terms in a compiled loop, where there is one for such logits."""
+    """A function that adds the penalty to other terms in a compiled loop; None if there is none for these logits."""
     fast = fast_penalties(batch.logits)
     if fast is None:
         return None
@@ -106,7 +110,7 @@ def _one_pass(
 def violation_sums(
     logits: Tensor, labels: Tensor, *, margin: float = 1.0, patch: int = 3, ignore_index: int = 255
 ) -> tuple[Tensor, Tensor]:
-    """Sums of h ``(2, C)`` float64 over the inner and the outer valid voxels, and how many those are ``(2,)`` int64.
+    """Sums of h ``(2, C)`` float64 over the inner and the outer valid voxels, and their counts ``(2,)`` int64.
 
     Examples:
         >>> violation_sums(torch.ones(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.long))
@@ -125,7 +129,7 @@ def violation_sums(
 class CRaC(Loss):
     """``crac`` as a module that holds its multipliers and learns them.
 
-    After every epoch show it the validation set with ``observe`` and call ``update``, or use a helper of
+    After every epoch pass the validation batches to ``observe`` and call ``update``, or use a helper of
     ``segcal.losses.callbacks``. ``state_dict`` holds the multipliers and their trace: save it with your checkpoint.
 
     Examples:
@@ -133,28 +137,33 @@ class CRaC(Loss):
         >>> logits, labels = torch.ones(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long)
         >>> loss.observe(logits, labels)
         >>> loss.update()
-        >>> loss.multipliers.values  # class 1 is off by 1 where tau is 0; there are no outer voxels yet
+        >>> loss.multipliers.values  # class 1 violates by 1; there are no outer voxels
         tensor([[1.0000e-06, 1.0000e-01],
                 [1.0000e-06, 1.0000e-06]], dtype=torch.float64)
     """
 
     id = "crac"
     function = staticmethod(crac)
+    neighbourhood = True
+    translation_invariant = False
 
-    def __init__(
-        self, num_classes: int, margin: float = 1.0, *, patch: int = 3, **options: Unpack[PenaltyOptions]
-    ) -> None:
-        super().__init__(margin=margin, patch=patch, **options)
+    def __init__(self, num_classes: int, margin: float = 1.0, **options: Any) -> None:
+        super().__init__(margin=margin, **options)
         self.multipliers = Multipliers(num_classes)
+
+    @classmethod
+    def of_classes(cls, num_classes: int, **options: Any) -> Self:
+        """The loss with multipliers for this many classes."""
+        return cls(num_classes, **options)
 
     def _arguments(self) -> tuple[Tensor, ...]:
         return self.multipliers.values, self.multipliers.rho
 
     def observe(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a validation batch to what the next ``update`` rests on."""
+        """Add a validation batch to the sums that the next ``update`` uses."""
         options = {name: self._options[name] for name in ("margin", "patch", "ignore_index")}
         self.multipliers.add(*violation_sums(logits, labels, **options))
 
     def update(self) -> None:
-        """End an epoch: learn the multipliers from the validation batches seen since the last update."""
+        """End an epoch: update the multipliers from the validation batches observed since the last update."""
         self.multipliers.update()

@@ -1,49 +1,51 @@
-"""The shell that every loss module shares."""
+"""The module that wraps a loss function. Every loss class is a subclass that names its id and its function."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from segcal.errors import InputError
-from segcal.losses.checks import ClassWeights, Reduction
-
-
-class Options(TypedDict, total=False):
-    """What every loss takes."""
-
-    class_weights: ClassWeights | None
-    ignore_index: int
-
-
-class VoxelOptions(Options, total=False):
-    """What losses take that are sums over voxels."""
-
-    reduction: Reduction
 
 
 class Loss(nn.Module):
-    """A loss function with its options, which have the function's defaults.
+    """A loss function with its options. The constructor takes the function's options, with the function's defaults.
 
-    ``class_weights`` move with the module; ``base`` may be a module itself.
+    ``class_weights`` move with the module. ``base`` may be a module itself.
+
+    Attributes:
+        id: The loss's name in ``segcal.LOSSES``.
+        function: ``(logits, labels, ..., options)`` to a loss; parameters with a default are the options.
+        translation_invariant: Whether a constant added to all logits of a voxel changes nothing.
+        neighbourhood: Whether the loss of a voxel depends on the labels around it, so that it needs an image.
+        views: How many views of each image a batch must hold, one after the other.
     """
 
     id: ClassVar[str]
     function: ClassVar[Callable[..., Tensor]]
+    translation_invariant: ClassVar[bool] = True
+    neighbourhood: ClassVar[bool] = False
+    views: ClassVar[int] = 1
     class_weights: Tensor | None
     base: Any
 
-    def __init__(self, **options: Any) -> None:
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "function" in cls.__dict__ and "__init__" not in cls.__dict__:  # so that help() shows the options
+            cls.__signature__ = cls._signature()  # type: ignore[attr-defined]
+
+    def __init__(self, *values: Any, **options: Any) -> None:
         super().__init__()
         defaults = self.defaults()
         for name in options:
             if name not in defaults:
                 raise TypeError(f"{type(self).__name__} has no option {name!r}, only {', '.join(defaults)}")
-        self._options = {**defaults, **options}
+        self._options = {**defaults, **self._signature().bind(*values, **options).arguments}
         class_weights = self._options.pop("class_weights")
         self._has_base = "base" in defaults
         if self._has_base:
@@ -54,10 +56,20 @@ class Loss(nn.Module):
         self.register_buffer("class_weights", weights, persistent=False)
 
     @classmethod
+    def of_classes(cls, num_classes: int, **options: Any) -> Self:
+        """The loss for this many classes, which only some losses need to know."""
+        return cls(**options)
+
+    @classmethod
+    def _signature(cls) -> inspect.Signature:
+        """The options of the function."""
+        parameters = inspect.signature(cls.function).parameters.values()
+        return inspect.Signature([one for one in parameters if one.default is not one.empty])
+
+    @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The options and their defaults."""
-        parameters = inspect.signature(cls.function).parameters.values()
-        return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+        return {name: one.default for name, one in cls._signature().parameters.items()}
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of ``logits (B, C, *S)`` and ``labels (B, *S)``."""

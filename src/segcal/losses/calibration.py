@@ -1,18 +1,19 @@
-"""Losses that are calibration errors themselves: MMCE and the marginal L1 average calibration error."""
+"""Losses that are calibration errors: MMCE and the marginal L1 average calibration error."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from segcal.errors import InputError
-from segcal.losses.base import Loss, Options
-from segcal.losses.checks import Batch, ClassWeights, check_choice, check_number, prepare
+from segcal.errors import InputError, check_name
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, check_number, prepare
 from segcal.losses.combine import Base, penalised
 from segcal.losses.voxelwise import correct_voxels
+
+__all__ = ["ML1ACE", "MMCE", "ml1_ace", "mmce"]
 
 Bins = Literal["hard", "soft"]
 
@@ -20,8 +21,8 @@ Bins = Literal["hard", "soft"]
 def mmce(
     logits: Tensor,
     labels: Tensor,
-    *,
     weight: float = 1.0,
+    *,
     width: float = 0.4,
     base: Base = "ce",
     class_weights: ClassWeights | None = None,
@@ -30,9 +31,9 @@ def mmce(
     """``mmce``: ``base + weight * sqrt(mean over i, j of e_i e_j exp(-|r_i - r_j| / width))`` (Kumar et al. 2018).
 
     r is the confidence of a voxel (its largest probability), ``e = r - [prediction is right]``, and the mean is over
-    all pairs of valid voxels of the batch. In one dimension the double sum of this kernel is exact after sorting and
-    one cumulative sum: O(n log n) time, O(n) memory, no subsample. ``logits (B, C, *S)``, ``labels (B, *S)``. ``base``
-    as in ``segcal.losses.combine``.
+    all pairs of valid voxels of the batch. As r is a single number, sorting and one cumulative sum give the double sum
+    exactly, in O(n log n) time and O(n) memory. ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in
+    ``segcal.losses.combine``.
 
     Examples:
         >>> z = torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])
@@ -55,21 +56,21 @@ def _mmce(batch: Batch, width: float) -> Tensor:
         count = batch.valid.sum().clamp_min(1)
     confidence, order = confidence.sort()
     residual = residual[order]
-    # For i <= j in this order the kernel is exp(r_i / width) exp(-r_j / width): all pairs are one running sum. The
-    # diagonal is in it once and must not be doubled.
+    # For i <= j in this order the kernel is exp(r_i / width) exp(-r_j / width), so a cumulative sum covers all pairs.
+    # Doubling it counts the diagonal twice, which is subtracted again.
     growth = (confidence / width).exp()
     pairs = 2 * (residual / growth * (residual * growth).cumsum(0)).sum() - residual.square().sum()
     mean_square = pairs / count / count
-    positive = mean_square > 0  # At 0 the root has no derivative; rounding may even go below.
+    positive = mean_square > 0  # The root has no derivative at 0, and rounding may go below 0.
     return torch.where(positive, torch.where(positive, mean_square, 1.0).sqrt(), 0.0).to(z.dtype)
 
 
 def ml1_ace(
     logits: Tensor,
     labels: Tensor,
-    *,
     weight: float = 1.0,
     bins: Bins = "hard",
+    *,
     num_bins: int = 20,
     base: Base = "ce",
     class_weights: ClassWeights | None = None,
@@ -78,9 +79,9 @@ def ml1_ace(
     """``ml1-ace``: ``base + weight * mean over images, classes, bins of |mean p_k - share of k|`` (Barfoot et al.).
 
     Bins of equal width ``(lo, hi]`` hold the probabilities of one class in one image; empty bins are left out. With
-    ``bins="hard"`` a voxel is in one bin; with ``"soft"`` it is shared linearly by the two bins whose centres are next
-    to its probability, so that its membership has a derivative too. A bin with less than one voxel's mass counts by
-    its mass: without that its gradient would have no bound. ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in
+    ``bins="hard"`` a voxel is in one bin. With ``"soft"`` it is split linearly between the two bins whose centres are
+    nearest to its probability, so that its membership has a derivative too. A bin that holds less than one voxel is
+    weighted by its mass, which bounds its gradient. ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in
     ``segcal.losses.combine``.
 
     Examples:
@@ -88,13 +89,12 @@ def ml1_ace(
         >>> ml1_ace(z, torch.zeros(1, 4, 4, dtype=torch.long), base=None)
         tensor(0.5000)
     """
-    check_choice("bins", bins, Bins)
+    check_name("bins", bins, get_args(Bins))
     if num_bins < 1:
         raise InputError(f"num_bins is {num_bins}", expected="at least 1")
     batch = prepare(logits, labels, ignore_index)
-    return penalised(
-        weight * _average_gap(batch, bins, num_bins), base, batch, (logits, labels), class_weights=class_weights
-    )
+    penalty = weight * _average_gap(batch, bins, num_bins)
+    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights)
 
 
 def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:
@@ -108,12 +108,8 @@ def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:
     else:
         place = (p * num_bins - 0.5).clamp(0, num_bins - 1)
         below = place.detach().floor().clamp_max(max(num_bins - 2, 0))
-        upper = place - below
-        last = num_bins - 1
-        memberships = [
-            (below.long(), (1 - upper) * valid),
-            ((below.long() + 1).clamp_max(last), upper * valid),
-        ]
+        upper, index = place - below, below.long()
+        memberships = [(index, (1 - upper) * valid), ((index + 1).clamp_max(num_bins - 1), upper * valid)]
     zeros = p.new_zeros(*p.shape[:2], num_bins, dtype=torch.float64)
     mass, predicted, observed = zeros, zeros, zeros
     for index, share in memberships:
@@ -125,7 +121,7 @@ def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:
     gap = (predicted - observed).abs() / mass.clamp_min(1)
     counted = mass.clamp_max(1)
     average = gap.sum(2) / counted.sum(2).clamp_min(torch.finfo(torch.float64).tiny)
-    images = (valid.sum(2) > 0).sum().clamp_min(1)  # those without valid voxels have no bins
+    images = (valid.sum(2) > 0).sum().clamp_min(1)  # Images without valid voxels have no bins.
     return (average.mean(1).sum() / images).to(p.dtype)
 
 
@@ -140,11 +136,6 @@ class MMCE(Loss):
     id = "mmce"
     function = staticmethod(mmce)
 
-    def __init__(
-        self, weight: float = 1.0, *, width: float = 0.4, base: Base = "ce", **options: Unpack[Options]
-    ) -> None:
-        super().__init__(weight=weight, width=width, base=base, **options)
-
 
 class ML1ACE(Loss):
     """``ml1-ace`` as a module.
@@ -156,14 +147,3 @@ class ML1ACE(Loss):
 
     id = "ml1-ace"
     function = staticmethod(ml1_ace)
-
-    def __init__(
-        self,
-        weight: float = 1.0,
-        bins: Bins = "hard",
-        *,
-        num_bins: int = 20,
-        base: Base = "ce",
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(weight=weight, bins=bins, num_bins=num_bins, base=base, **options)

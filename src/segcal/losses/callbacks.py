@@ -1,4 +1,4 @@
-"""Update CRaC's multipliers from a training loop: a plain one, or nnU-Net's, whose trainer is handed over.
+"""Update CRaC's multipliers from a plain training loop or from nnU-Net's trainer.
 
 For Lightning see ``segcal.integrations.lightning``.
 """
@@ -16,9 +16,9 @@ from segcal.losses.adaptive import CRaC
 
 
 def update_multipliers(loss: CRaC, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Show a model's validation batches ``(images, labels)`` to the loss, end the epoch, return the trace's last entry.
+    """Observe a model on validation batches ``(images, labels)``, update the multipliers, return the new trace entry.
 
-    The model runs in evaluation mode without gradients, and is then put back into the mode it was in.
+    The model runs in evaluation mode without gradients and then returns to the mode it was in.
 
     Examples:
         >>> loss, model = CRaC(num_classes=2), nn.Conv2d(1, 2, 1)
@@ -39,12 +39,12 @@ def update_multipliers(loss: CRaC, model: nn.Module, batches: Iterable[tuple[Ten
 
 
 def hook_nnunet(trainer: Any, loss: CRaC) -> None:
-    """Let an nnU-Net v2 trainer, after ``initialize()``, update the multipliers in its validation epochs.
+    """Make an nnU-Net v2 trainer update the multipliers in its validation epochs; call it after ``initialize()``.
 
-    ``loss`` is, or is part of, ``trainer.loss``. Validation runs without gradients, by which its batches are told from
-    training ones; of deeply supervised outputs the full resolution counts. nnU-Net's checkpoint has no room for a
-    loss's state, so that goes into a file beside it, ``<checkpoint>.crac``, and is read back from there; where there is
-    none, the log says that the multipliers start anew.
+    ``loss`` is, or is part of, ``trainer.loss``. Batches without gradients are taken for validation batches. Of deeply
+    supervised outputs the full resolution counts. nnU-Net's checkpoints do not hold the state of a loss, so it is
+    written to and read from a file beside them, ``<checkpoint>.crac``. If that file is missing, the log says that the
+    multipliers start from scratch.
     """
 
     def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -55,7 +55,7 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
         return Path(f"{checkpoint}.crac")
 
     def save(checkpoint: Any) -> None:
-        # All processes have the same multipliers, and the first one writes, if nnU-Net does.
+        # All processes have the same multipliers; the first one writes them, if nnU-Net writes checkpoints at all.
         if getattr(trainer, "local_rank", 0) or getattr(trainer, "disable_checkpointing", False):
             return
         unfinished = beside(f"{checkpoint}.part")
@@ -63,14 +63,14 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
         unfinished.replace(beside(checkpoint))
 
     def load(checkpoint: Any) -> None:
-        if not isinstance(checkpoint, str | Path):  # it may be the content itself
+        if not isinstance(checkpoint, str | Path):  # nnU-Net also accepts a loaded checkpoint.
             return
         if beside(checkpoint).exists():
-            # Copied to where the loss is from wherever it was: the machine may have other devices than the one before.
+            # By way of the CPU, because this machine may have other devices than the one that wrote the file.
             state = torch.load(beside(checkpoint), map_location="cpu", weights_only=True)
             loss.multipliers.load_state_dict(state)
         else:
-            trainer.print_to_log_file(f"{beside(checkpoint)} is missing: CRaC's multipliers start anew")
+            trainer.print_to_log_file(f"{beside(checkpoint)} is missing: CRaC's multipliers start from scratch")
 
     trainer.loss.register_forward_pre_hook(observe)
     trainer.on_validation_epoch_end = _then(trainer.on_validation_epoch_end, lambda _: loss.update())

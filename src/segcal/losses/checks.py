@@ -1,14 +1,14 @@
-"""What every loss does first: check its input once, and take ignored voxels out of the logits.
+"""The input of a loss: checked once, with ignored voxels taken out of the logits.
 
-Shape conventions, written once. Logits are ``(B, C, *S)`` with C >= 2, labels ``(B, *S)`` of any integer type, or
-``(B, 1, *S)`` as MONAI and nnU-Net keep them. A voxel is valid where its label is not ``ignore_index``.
+Shape conventions of all losses: logits are ``(B, C, *S)`` with C >= 2; labels are ``(B, *S)`` of any integer type, or
+``(B, 1, *S)`` as MONAI and nnU-Net keep them. A voxel is valid if its label is not ``ignore_index``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class Batch(NamedTuple):
         logits: ``(B, C, *S)``, float32 or float64, part of the graph. Ignored voxels hold 0, whatever they held before,
             and the gradient that flows back to them is exactly 0.
         labels: ``(B, *S)`` int64 in [0, C); ignored voxels hold 0.
-        valid: ``(B, *S)`` bool, or None where all voxels are known to be valid.
-        needs_gradient: Whether anyone will ask for a derivative.
+        valid: ``(B, *S)`` bool, or None if all voxels are known to be valid.
+        needs_gradient: Whether the backward pass may be called.
     """
 
     logits: Tensor
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def prepare(logits: Tensor, labels: Tensor, ignore_index: int = 255) -> Batch:
-    """Check logits and labels, upcast half precision, blank ignored voxels.
+    """Check logits and labels, convert half precision to float32, and set the logits of ignored voxels to 0.
 
     Examples:
         >>> batch = prepare(torch.tensor([[[1.0, float("nan")], [2.0, 3.0]]]), torch.tensor([[1, 255]]))
@@ -55,7 +55,7 @@ def prepare(logits: Tensor, labels: Tensor, ignore_index: int = 255) -> Batch:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     labels, valid = _check_labels(labels.long(), logits.shape[1], ignore_index)
     if valid is not None:
-        # Before anything else: what an ignored voxel holds, were it inf or NaN, must reach neither sums nor gradients.
+        # Done first, so that an infinite or NaN logit of an ignored voxel reaches neither sums nor gradients.
         logits = logits.masked_fill(~valid.unsqueeze(1), 0)
     return Batch(logits, labels, valid, logits.requires_grad and torch.is_grad_enabled())
 
@@ -84,7 +84,7 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
 
 
 def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    """Labels with 0 for the ignored ones, and which are valid (None: all)."""
+    """The labels with ignored ones set to 0, and a mask of the valid ones, or None if all are valid."""
     compiling = torch.compiler.is_compiling()
     if not compiling:
         if not labels.numel():
@@ -96,7 +96,7 @@ def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tens
     labels = labels.where(valid, 0)
     outside = (labels < 0) | (labels >= classes)
     expected = f"0..{classes - 1}, or ignore_index = {ignore_index}"
-    if compiling:  # A graph cannot raise our error; this stops it all the same.
+    if compiling:  # A compiled graph cannot raise an InputError, but it can assert.
         torch._assert_async(~outside.any(), f"segcal: labels outside {expected}")
         return labels, valid
     if bool(outside.any()):
@@ -109,31 +109,25 @@ def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tens
 
 
 def class_weight_tensor(class_weights: ClassWeights | None, logits: Tensor) -> Tensor | None:
-    """The class weights ``(C,)`` in the type and place of the logits."""
+    """The class weights ``(C,)``, with the dtype and device of the logits."""
     if class_weights is None:
         return None
     weights = torch.as_tensor(class_weights, dtype=logits.dtype, device=logits.device)
     if weights.shape != logits.shape[1:2]:
         raise InputError(
-            f"class_weights have shape {tuple(weights.shape)}", expected=f"({logits.shape[1]},), one a class"
+            f"class_weights have shape {tuple(weights.shape)}", expected=f"({logits.shape[1]},), one per class"
         )
     return weights
 
 
-def check_choice(name: str, value: object, choices: object) -> None:
-    """Raise unless ``value`` is one of a ``Literal`` type's values."""
-    if value not in get_args(choices):
-        raise InputError(f"{name} is {value!r}", expected=" or ".join(map(repr, get_args(choices))))
-
-
 def check_number(name: str, value: float, *, lowest: float = 0.0, highest: float = math.inf) -> None:
-    """Raise unless ``lowest <= value <= highest`` (NaN never is)."""
+    """Raise unless ``lowest <= value <= highest``; NaN raises."""
     if not lowest <= value <= highest:
         raise InputError(f"{name} is {value}", expected=f"a number in [{lowest:g}, {highest:g}]")
 
 
 def check_patch(patch: int, space: Sequence[int]) -> None:
-    """Raise unless a square or cubic neighbourhood of ``patch`` voxels a side fits the image."""
+    """Raise unless ``patch`` is a valid side length and a patch of that size fits into the image."""
     if len(space) not in (2, 3):
         raise InputError(f"logits have {len(space)} spatial axes", expected="2 (images) or 3 (volumes)")
     if patch not in (3, 5):

@@ -1,9 +1,8 @@
 """Bases and penalties: how losses add up.
 
-One way for all penalised losses. ``base="ce"`` (the default) adds cross-entropy with the same ``class_weights``,
-``ignore_index`` and ``reduction``; ``base=None`` leaves ``weight * penalty`` alone; any other callable
-``base(logits, labels)``, say MONAI's ``DiceCELoss``, takes the place of cross-entropy. ``CombinedLoss`` adds up whole
-losses.
+All penalised losses work the same way. ``base="ce"`` (the default) adds cross-entropy with the same ``class_weights``,
+``ignore_index`` and ``reduction``. ``base=None`` gives ``weight * penalty`` alone. Any other callable
+``base(logits, labels)``, such as MONAI's ``DiceCELoss``, replaces cross-entropy. ``CombinedLoss`` adds whole losses.
 """
 
 from __future__ import annotations
@@ -14,17 +13,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from segcal.errors import InputError
-from segcal.losses.base import VoxelOptions
 from segcal.losses.checks import Batch, ClassWeights, Reduction
 from segcal.losses.voxelwise import Part, cross_entropy_part, voxel_loss
 
 Base = Literal["ce"] | Callable[[Tensor, Tensor], Tensor] | None
-
-
-class PenaltyOptions(VoxelOptions, total=False):
-    """What penalised losses take."""
-
-    base: Base
 
 
 def penalised(
@@ -36,10 +28,10 @@ def penalised(
     class_weights: ClassWeights | None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The weighted penalty plus its base; ``inputs`` are logits and labels as the user gave them."""
+    """The weighted penalty plus its base; ``inputs`` are the logits and labels that the user gave."""
     if base == "ce":
         cross_entropy = cross_entropy_part(batch, class_weights)
-        if isinstance(penalty, Part):  # one gradient for both
+        if isinstance(penalty, Part):  # The two share one gradient.
             return voxel_loss(batch, [cross_entropy, penalty], reduction)
         return voxel_loss(batch, [cross_entropy], reduction) + penalty
     if class_weights is not None:
@@ -56,7 +48,7 @@ def penalised(
 
 
 class CombinedLoss(nn.Module):
-    """``sum_i w_i loss_i(logits, labels)``, for any losses, of segcal or not.
+    """``sum_i w_i loss_i(logits, labels)`` of any losses, from segcal or elsewhere.
 
     Examples:
         >>> import torch

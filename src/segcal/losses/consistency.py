@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_choice, prepare
-from segcal.losses.combine import Base, PenaltyOptions, penalised
+from segcal.losses.checks import Batch, ClassWeights, Reduction, prepare
+from segcal.losses.combine import Base, penalised
+from segcal.regions import label_boundary
 
+__all__ = ["BWCR", "bwcr"]
+
+# Distance in voxels from which on the weight is FLOOR.
 REACH = 10
+# Weight of a voxel far from every boundary.
 FLOOR = 0.01
 
 
 def bwcr(
     logits: Tensor,
     labels: Tensor,
-    *,
     weight: float = 1.0,
+    *,
     base: Base = "ce",
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
@@ -28,9 +34,9 @@ def bwcr(
     """``bwcr``: ``base + weight * mean of w mean over k of (z_k - z'_k)^2``, two views z, z' (Karani et al. 2023).
 
     ``w = max(10 - d, 0) / 10 + 0.01``, d the distance in voxels to the nearest label boundary (0 on both its sides).
-    ``logits (2B, C, *S)`` are two augmented views of the same B images, one after the other along the batch, brought
-    back to the same frame; ``labels (2B, *S)`` likewise. A voxel takes part where both views are valid; the mean is
-    over those voxels, and ``reduction="none"`` gives ``(2B, *S)`` with half of a pair's penalty in each view. ``base``
+    ``logits (2B, C, *S)`` are two augmented views of the same B images: first all first views, then all second views,
+    with spatial augmentations undone; ``labels (2B, *S)`` likewise. A voxel counts where both views are valid. The mean
+    is over those voxels; ``reduction="none"`` gives ``(2B, *S)`` with half of a pair's penalty in each view. ``base``
     as in ``segcal.losses.combine``, over all views.
 
     Examples:
@@ -38,16 +44,10 @@ def bwcr(
         >>> bwcr(torch.cat((view, view)), torch.cat((labels, labels)), base=None)
         tensor(0.)
     """
-    check_choice("reduction", reduction, Reduction)
+    check_name("reduction", reduction, get_args(Reduction))
     batch = prepare(logits, labels, ignore_index)
-    return penalised(
-        weight * _consistency(batch, reduction),
-        base,
-        batch,
-        (logits, labels),
-        class_weights=class_weights,
-        reduction=reduction,
-    )
+    penalty = weight * _consistency(batch, reduction)
+    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
 
 
 def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
@@ -68,7 +68,7 @@ def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
             fix="undo spatial augmentations before the loss, and set labels that left the frame to ignore_index",
         )
     first, second = batch.logits.chunk(2)
-    gap = torch.where(first == second, 0.0, first - second)  # two views agree on an impossible class
+    gap = torch.where(first == second, 0.0, first - second)  # -inf in both views is agreement
     pairs = gap.square().mean(1) * boundary_weights(labels, valid).to(first.dtype) * valid
     if reduction == "none":
         return torch.cat((pairs, pairs)) / 2
@@ -79,8 +79,8 @@ def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
 def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
     """``max(10 - d, 0) / 10 + 0.01`` per voxel, float32.
 
-    d is the Euclidean distance to the nearest valid voxel that has a valid face neighbour of another label. Squared
-    distances are separable; offsets beyond the reach cannot matter, so a few shifted minima an axis make them exact.
+    d is the Euclidean distance to the nearest boundary voxel of ``segcal.regions.label_boundary``. Squared distances
+    are separable and only matter up to the reach, so minima over a few shifts along each axis are exact.
 
     Examples:
         >>> boundary_weights(torch.tensor([[0, 0, 0, 1, 1]]), torch.ones(1, 5, dtype=torch.bool))
@@ -88,14 +88,7 @@ def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
     """
     if not labels.numel():
         return torch.zeros(labels.shape, device=labels.device)
-    boundary = torch.zeros_like(valid)
-    for axis in range(1, labels.ndim):
-        pairs = labels.shape[axis] - 1
-        near, far = (labels.narrow(axis, start, pairs) for start in (0, 1))
-        change = (near != far) & valid.narrow(axis, 0, pairs) & valid.narrow(axis, 1, pairs)
-        boundary.narrow(axis, 0, pairs).logical_or_(change)
-        boundary.narrow(axis, 1, pairs).logical_or_(change)
-    square = torch.where(boundary, 0.0, float(REACH**2))
+    square = torch.where(label_boundary(labels, valid), 0.0, float(REACH**2))
     for axis in range(1, labels.ndim):
         source, square = square, square.clone()
         for shift in range(1, min(REACH, labels.shape[axis])):
@@ -116,6 +109,6 @@ class BWCR(Loss):
 
     id = "bwcr"
     function = staticmethod(bwcr)
-
-    def __init__(self, weight: float = 1.0, **options: Unpack[PenaltyOptions]) -> None:
-        super().__init__(weight=weight, **options)
+    neighbourhood = True
+    translation_invariant = False
+    views = 2

@@ -1,22 +1,25 @@
-"""Losses that keep the entropy of the predictions up: focal, label smoothing, and the two entropy penalties."""
+"""Losses that keep predictions from becoming too sure: focal, label smoothing, and two entropy penalties."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from segcal.losses.base import Loss, VoxelOptions
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, class_weight_tensor, prepare
-from segcal.losses.combine import Base, PenaltyOptions, penalised
-from segcal.losses.voxelwise import Part, Terms, correct_voxels, label_weights, softmax, voxel_loss
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
+from segcal.losses.combine import Base, penalised
+from segcal.losses.voxelwise import Part, Terms, correct_voxels, minus_labels, softmax, voxel_loss, weighted_part
+
+__all__ = ["ECP", "MEEP", "Focal", "LabelSmoothing", "ecp", "focal", "label_smoothing", "meep"]
 
 
 def focal(
     logits: Tensor,
     labels: Tensor,
-    *,
     gamma: float = 3.0,
+    *,
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
@@ -31,32 +34,28 @@ def focal(
     """
     check_number("gamma", gamma)
     batch = prepare(logits, labels, ignore_index)
-    weights = class_weight_tensor(class_weights, batch.logits)
-    part = Part(lambda piece, out: _focal_terms(piece, gamma, weights, out), mass=label_weights(weights, batch.labels))
-    return voxel_loss(batch, [part], reduction)
+    return voxel_loss(batch, [weighted_part(batch, class_weights, partial(_focal_terms, gamma))], reduction)
 
 
-def _focal_terms(batch: Batch, gamma: float, class_weights: Tensor | None, out: Tensor | None) -> Terms:
+def _focal_terms(gamma: float, batch: Batch, class_weights: Tensor | None, out: Tensor | None) -> Terms:
     z, index = batch.logits, batch.labels.unsqueeze(1)
     soft = softmax(z, out)
     nll = soft.nll(z.gather(1, index))
-    # 1 - p without cancellation; kept above 0 so that its powers below 0 stay finite.
+    # 1 - p without cancellation, kept above 0 so that negative powers of it stay finite.
     miss = torch.expm1(-nll).neg_().clamp_min_(torch.finfo(nll.dtype).tiny)
     factor = miss**gamma if class_weights is None else class_weights[index] * miss**gamma
     value = (factor * nll).squeeze(1)
     if not batch.needs_gradient:
         return Terms(value, None)
-    # By the chain rule through log p: (p - onehot) times this.
-    slope = factor * (1 + gamma * (-nll).exp() * (nll / miss))
-    gradient = soft.probabilities.scatter_add_(1, index, nll.new_tensor(-1).expand_as(nll)).mul_(slope)
-    return Terms(value, gradient)
+    slope = factor * (1 + gamma * (-nll).exp() * (nll / miss))  # d value / d nll
+    return Terms(value, minus_labels(soft.probabilities, index).mul_(slope))
 
 
 def label_smoothing(
     logits: Tensor,
     labels: Tensor,
-    *,
     alpha: float = 0.1,
+    *,
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
@@ -73,21 +72,17 @@ def label_smoothing(
     """
     check_number("alpha", alpha, highest=1.0)
     batch = prepare(logits, labels, ignore_index)
-    weights = class_weight_tensor(class_weights, batch.logits)
-    part = Part(
-        lambda piece, out: _smoothing_terms(piece, alpha, weights, out), mass=label_weights(weights, batch.labels)
-    )
-    return voxel_loss(batch, [part], reduction)
+    return voxel_loss(batch, [weighted_part(batch, class_weights, partial(_smoothing_terms, alpha))], reduction)
 
 
-def _smoothing_terms(batch: Batch, alpha: float, weights: Tensor | None, out: Tensor | None) -> Terms:
+def _smoothing_terms(alpha: float, batch: Batch, weights: Tensor | None, out: Tensor | None) -> Terms:
     z, index = batch.logits, batch.labels.unsqueeze(1)
     soft = softmax(z, out)
     weights = z.new_ones(batch.num_classes) if weights is None else weights
     share = alpha / batch.num_classes * weights.view(1, -1, *[1] * (z.ndim - 2))
     hard = (1 - alpha) * weights[index]
-    total = hard + share.sum()  # of the weighted targets of a voxel
-    # sum_k t_k (logsumexp - z_k), with the own label's part and the uniform part apart.
+    total = hard + share.sum()  # the sum of a voxel's weighted targets
+    # sum_k t_k (logsumexp - z_k), split into the label's term and the uniform term.
     spread = (z - soft.top).mul_(share).sum(1, keepdim=True)
     value = hard * (soft.top - z.gather(1, index)) - spread - total * soft.log_top
     gradient = None
@@ -99,14 +94,14 @@ def _smoothing_terms(batch: Batch, alpha: float, weights: Tensor | None, out: Te
 def ecp(
     logits: Tensor,
     labels: Tensor,
-    *,
     weight: float = 0.1,
+    *,
     base: Base = "ce",
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """``ecp``: ``base - weight * H(p)``, H the entropy over classes: a penalty on confidence (Pereyra et al. 2017).
+    """``ecp``: ``base - weight * H(p)``, H the entropy over classes (Pereyra et al. 2017).
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in ``segcal.losses.combine``. ``weight=0`` is the base.
 
@@ -115,21 +110,15 @@ def ecp(
         tensor(-0.6931)
     """
     batch = prepare(logits, labels, ignore_index)
-    return penalised(
-        Part(_confidence_terms, weight),
-        base,
-        batch,
-        (logits, labels),
-        class_weights=class_weights,
-        reduction=reduction,
-    )
+    penalty = Part(_confidence_terms, weight)
+    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
 
 
 def meep(
     logits: Tensor,
     labels: Tensor,
-    *,
     weight: float = 1.0,
+    *,
     base: Base = "ce",
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
@@ -137,8 +126,8 @@ def meep(
 ) -> Tensor:
     """``meep``: ``base - weight * H(p)`` of the mispredicted voxels only (Larrazabal et al. 2023).
 
-    ``logits (B, C, *S)``, ``labels (B, *S)``. The mean of the entropy is over the mispredicted voxels, as in the paper,
-    not over all; without any it is 0. ``base`` as in ``segcal.losses.combine``.
+    ``logits (B, C, *S)``, ``labels (B, *S)``. As in the paper, the entropy is averaged over the mispredicted voxels
+    only; if there are none, it is 0. ``base`` as in ``segcal.losses.combine``.
 
     Examples:
         >>> z = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
@@ -153,12 +142,12 @@ def meep(
 
 
 def _wrong(batch: Batch) -> Tensor:
-    """``(B, *S)``, 1 where the prediction is not the label."""
+    """``(B, *S)``, 1 where the prediction is not the label, 0 elsewhere."""
     return (~correct_voxels(batch, batch.logits.amax(1, keepdim=True))).to(batch.logits.dtype)
 
 
 def _confidence_terms(batch: Batch, _: Tensor | None = None) -> Terms:
-    """``sum_k p_k log p_k`` and its derivative ``p (log p + H)``."""
+    """The negative entropy ``sum_k p_k log p_k`` and its gradient ``p (log p + H)``."""
     probabilities = softmax(batch.logits).probabilities
     surprise = torch.special.entr(probabilities)  # -p log p, 0 at 0
     value = -surprise.sum(1, keepdim=True)
@@ -183,9 +172,6 @@ class Focal(Loss):
     id = "focal"
     function = staticmethod(focal)
 
-    def __init__(self, gamma: float = 3.0, **options: Unpack[VoxelOptions]) -> None:
-        super().__init__(gamma=gamma, **options)
-
 
 class LabelSmoothing(Loss):
     """``ls``, see ``label_smoothing``, as a module.
@@ -197,9 +183,6 @@ class LabelSmoothing(Loss):
 
     id = "ls"
     function = staticmethod(label_smoothing)
-
-    def __init__(self, alpha: float = 0.1, **options: Unpack[VoxelOptions]) -> None:
-        super().__init__(alpha=alpha, **options)
 
 
 class ECP(Loss):
@@ -213,9 +196,6 @@ class ECP(Loss):
     id = "ecp"
     function = staticmethod(ecp)
 
-    def __init__(self, weight: float = 0.1, **options: Unpack[PenaltyOptions]) -> None:
-        super().__init__(weight=weight, **options)
-
 
 class MEEP(Loss):
     """``meep`` as a module.
@@ -227,6 +207,3 @@ class MEEP(Loss):
 
     id = "meep"
     function = staticmethod(meep)
-
-    def __init__(self, weight: float = 1.0, **options: Unpack[PenaltyOptions]) -> None:
-        super().__init__(weight=weight, **options)

@@ -1,4 +1,4 @@
-"""The controller of CRaC: multipliers per class and region, updated on the validation set."""
+"""The multipliers of CRaC, one per class and region, updated on the validation set."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from torch import Tensor, distributed, nn
 
 from segcal.errors import InputError
 
+# Bounds of the multipliers, which start at the lower one.
 LOWEST, HIGHEST = 1e-6, 1e6
+# Start, upper bound and growth factor of the penalty parameter rho.
 RHO_START, RHO_HIGHEST, RHO_GROWTH = 0.1, 10.0, 1.2
+# Epochs between two checks of whether the violation shrinks.
 CHECK_EPOCHS = 10
+# rho grows if the mean violation exceeds this share of its value at the previous check.
 IMPROVEMENT = 0.9
 
 
 class Multipliers(nn.Module):
     """Lagrange multipliers and penalty parameters ``(2, C)``; rows are the inner and the outer region.
 
-    An update sets ``lambda <- mean of lambda + rho h`` over the region's validation voxels (h the constraint's
-    violation), within [1e-6, 1e6]. Every tenth update is a check: rho grows by 1.2, up to 10, where mean h exceeds 0.9
-    of what it was at the check before. Only the sums of h are kept, so batches, and processes of ``torch.distributed``,
-    add up. A region without voxels keeps its values.
+    An update sets ``lambda <- mean of lambda + rho h`` over the validation voxels of the region (h is the violation of
+    the constraint), within [1e-6, 1e6]. Every tenth update, rho grows by 1.2, up to 10, where mean h exceeds 0.9 of its
+    value ten updates earlier. Only the sums of h are kept, so batches and processes of ``torch.distributed`` add up. A
+    region without voxels keeps its values.
 
     Attributes:
         values: lambda ``(2, C)``.
         rho: ``(2, C)``.
-        trace: One dict an update: ``epoch``, and ``multipliers``, ``rho``, ``violation`` (mean h; NaN without voxels)
+        trace: One dict per update: ``epoch``, and ``multipliers``, ``rho``, ``violation`` (mean h; NaN without voxels)
             as nested lists, inner then outer.
 
     Examples:
@@ -49,26 +53,26 @@ class Multipliers(nn.Module):
         super().__init__()
         if num_classes < 2:
             raise InputError(f"num_classes is {num_classes}", expected="at least 2")
-        shape = (2, num_classes)
-        self.register_buffer("values", torch.full(shape, LOWEST, dtype=torch.float64))
-        self.register_buffer("rho", torch.full(shape, RHO_START, dtype=torch.float64))
-        self.register_buffer("previous", torch.full(shape, torch.nan, dtype=torch.float64))
+        start = torch.zeros(2, num_classes, dtype=torch.float64)
+        self.register_buffer("values", start + LOWEST)
+        self.register_buffer("rho", start + RHO_START)
+        self.register_buffer("previous", start + torch.nan)
         self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("sums", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("sums", start)
         self.register_buffer("voxels", torch.zeros(2, dtype=torch.int64))
         self.trace: list[dict[str, Any]] = []
 
     def add(self, sums: Tensor, voxels: Tensor) -> None:
-        """Add sums of violations ``(2, C)`` over as many voxels ``(2,)``."""
+        """Add sums of violations ``(2, C)`` over this many voxels ``(2,)`` of each region."""
         self.sums += sums.to(self.sums)
         self.voxels += voxels.to(self.voxels)
 
     def merge(self, other: Multipliers) -> None:
-        """Add what another controller has seen since its last update."""
+        """Add the sums that other multipliers have collected since their last update."""
         self.add(other.sums, other.voxels)
 
     def update(self) -> None:
-        """Learn from what was added since the last update, by all processes together."""
+        """Update from the sums added since the last update, in all processes together."""
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(self.sums)
             distributed.all_reduce(self.voxels)
@@ -85,17 +89,11 @@ class Multipliers(nn.Module):
         self.epoch += 1
         self.values.copy_(torch.where(seen, (self.values + self.rho * mean).clamp(LOWEST, HIGHEST), self.values))
         if int(self.epoch) % CHECK_EPOCHS == 0:
-            stuck = seen & (mean > IMPROVEMENT * self.previous)  # False while there is no previous check
+            stuck = seen & (mean > IMPROVEMENT * self.previous)  # False at the first check, as NaN compares false
             self.rho.copy_(torch.where(stuck, (self.rho * RHO_GROWTH).clamp_max(RHO_HIGHEST), self.rho))
             self.previous.copy_(torch.where(seen, mean, self.previous))
-        self.trace.append(
-            {
-                "epoch": int(self.epoch),
-                "multipliers": self.values.tolist(),
-                "rho": self.rho.tolist(),
-                "violation": mean.tolist(),
-            }
-        )
+        entry = {"multipliers": self.values, "rho": self.rho, "violation": mean}
+        self.trace.append({"epoch": int(self.epoch)} | {name: values.tolist() for name, values in entry.items()})
         self.sums.zero_()
         self.voxels.zero_()
 
@@ -104,5 +102,5 @@ class Multipliers(nn.Module):
         return self.trace
 
     def set_extra_state(self, state: list[dict[str, Any]]) -> None:
-        """Take the trace back from a checkpoint."""
+        """Restore the trace from a checkpoint."""
         self.trace = list(state)

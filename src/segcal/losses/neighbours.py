@@ -1,27 +1,20 @@
-"""Losses that look at the labels around a voxel: SVLS and NACL."""
+"""Losses that depend on the labels around a voxel: SVLS and NACL."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from segcal.losses.base import Loss, VoxelOptions
-from segcal.losses.checks import (
-    Batch,
-    ClassWeights,
-    Reduction,
-    check_choice,
-    check_number,
-    check_patch,
-    class_weight_tensor,
-    prepare,
-)
-from segcal.losses.combine import Base, PenaltyOptions, penalised
+from segcal.errors import check_name
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, check_patch, prepare
+from segcal.losses.combine import Base, penalised
 from segcal.losses.patches import Prior, class_planes, gaussian_weights, label_prior
-from segcal.losses.voxelwise import Part, Terms, label_weights, softmax, voxel_loss
+from segcal.losses.voxelwise import Part, Terms, softmax, voxel_loss, weighted_part
+
+__all__ = ["NACL", "SVLS", "nacl", "svls"]
 
 Penalty = Literal["l1", "l2"]
 On = Literal["logits", "softmax"]
@@ -30,20 +23,19 @@ On = Literal["logits", "softmax"]
 def svls(
     logits: Tensor,
     labels: Tensor,
-    *,
     sigma: float = 2.0,
     share: float = 0.5,
+    *,
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """``svls``: cross-entropy with labels smoothed by their neighbours (Islam and Glocker 2021).
 
-    A voxel's target holds ``1 - share`` of its own label and ``share`` of those of its 3x3(x3) neighbours in proportion
-    to ``exp(-d^2 / (2 sigma^2))``. The image is continued by its border; ignored neighbours drop out and the others
-    take over their part; a voxel without neighbours keeps its label. ``share=0`` is cross-entropy, and so is any
-    ``sigma`` where all labels around are the same. ``logits (B, C, *S)``, ``labels (B, *S)``; class weights act as in
-    ``ls``.
+    The target of a voxel gives ``1 - share`` to its own label and ``share`` to the labels of its 3x3(x3) neighbours,
+    weighted by ``exp(-d^2 / (2 sigma^2))``. The image is padded with its border values. Ignored neighbours are left
+    out, and a voxel without valid neighbours keeps its label. ``share=0`` is cross-entropy; so is any ``sigma`` where
+    all labels around a voxel are the same. ``logits (B, C, *S)``, ``labels (B, *S)``; class weights act as in ``ls``.
 
     Examples:
         >>> z, y = torch.randn(1, 3, 8, 8), torch.ones(1, 8, 8, dtype=torch.long)
@@ -52,12 +44,11 @@ def svls(
     """
     check_number("share", share, highest=1.0)
     batch = prepare(logits, labels, ignore_index)
-    weights = class_weight_tensor(class_weights, batch.logits)
-    part = Part(
-        lambda piece, out: _soft_target_terms(piece, smoothed_labels(piece, sigma, share), weights, out),
-        mass=label_weights(weights, batch.labels),
-    )
-    return voxel_loss(batch, [part], reduction)
+
+    def terms(piece: Batch, weights: Tensor | None, out: Tensor | None) -> Terms:
+        return _soft_target_terms(piece, smoothed_labels(piece, sigma, share), weights, out)
+
+    return voxel_loss(batch, [weighted_part(batch, class_weights, terms)], reduction)
 
 
 def smoothed_labels(batch: Batch, sigma: float, share: float) -> Tensor:
@@ -66,8 +57,8 @@ def smoothed_labels(batch: Batch, sigma: float, share: float) -> Tensor:
     check_patch(3, space)
     (step,) = gaussian_weights(sigma, 1)
     own = class_planes(batch).to(batch.logits.dtype)
-    # Neighbours alone, divided by ``step``, axis by axis: M <- M + S(own + step M), S the sum of both sides. So small
-    # sigmas neither cancel nor underflow.
+    # The sum M over the neighbours without the voxel itself, over ``step``, axis by axis: M <- M + S(own + step M)
+    # with S the sum of both sides. This neither cancels nor underflows for small sigma.
     around = torch.zeros_like(own)
     for axis, size in enumerate(space, 2):
         line = own if axis == 2 else own + around * step
@@ -85,7 +76,7 @@ def smoothed_labels(batch: Batch, sigma: float, share: float) -> Tensor:
 
 
 def _soft_target_terms(batch: Batch, targets: Tensor, weights: Tensor | None, out: Tensor | None) -> Terms:
-    """``-sum_k w_k t_k log p_k`` and its derivative; uses up ``targets``."""
+    """``-sum_k w_k t_k log p_k`` and its gradient; overwrites ``targets``."""
     z = batch.logits
     soft = softmax(z, out)
     value = soft.log_top
@@ -96,7 +87,7 @@ def _soft_target_terms(batch: Batch, targets: Tensor, weights: Tensor | None, ou
         value = value * total
         gradient = None if gradient is None else gradient.mul_(total)
     gradient = None if gradient is None else gradient.sub_(targets)
-    # No target times an infinite gap is nothing; NaN logits show in log_top.
+    # A target of 0 times an infinite gap counts as 0. NaN logits stay visible in log_top.
     parts = targets.mul_(soft.top - z).nan_to_num_(0.0, posinf=torch.inf, neginf=-torch.inf)
     return Terms(parts.sum(1).sub_(value.squeeze(1)), gradient)
 
@@ -104,9 +95,9 @@ def _soft_target_terms(batch: Batch, targets: Tensor, weights: Tensor | None, ou
 def nacl(
     logits: Tensor,
     labels: Tensor,
-    *,
     weight: float = 0.1,
     prior: Prior = "mean",
+    *,
     patch: int = 3,
     penalty: Penalty = "l1",
     on: On = "logits",
@@ -118,18 +109,18 @@ def nacl(
 ) -> Tensor:
     """``nacl``: ``base + weight * mean over k of |tau_k - z_k|`` (Murugesan et al. 2023).
 
-    tau is what the labels of the patch around a voxel say, see ``segcal.losses.patches.label_prior``. ``penalty="l2"``
-    squares the difference; ``on="softmax"`` compares with probabilities in place of logits; ``sigma`` is that of the
-    prior ``gaussian``. ``logits (B, C, *S)``, ``labels (B, *S)``, two or three spatial axes. ``base`` as in
-    ``segcal.losses.combine``; ``weight=0`` is the base.
+    tau is the prior over classes given by the labels of the patch around a voxel; see
+    ``segcal.losses.patches.label_prior``. ``penalty="l2"`` squares the difference; ``on="softmax"`` compares tau with
+    probabilities instead of logits; ``sigma`` belongs to the prior ``gaussian``. ``logits (B, C, *S)``,
+    ``labels (B, *S)``, two or three spatial axes. ``base`` as in ``segcal.losses.combine``; ``weight=0`` is the base.
 
     Examples:
         >>> labels = torch.zeros(1, 4, 4, dtype=torch.long)
         >>> nacl(torch.zeros(1, 2, 4, 4), labels, weight=1.0, base=None)
         tensor(0.5000)
     """
-    check_choice("penalty", penalty, Penalty)
-    check_choice("on", on, On)
+    check_name("penalty", penalty, get_args(Penalty))
+    check_name("on", on, get_args(On))
     batch = prepare(logits, labels, ignore_index)
     part = Part(
         lambda piece, _: _nacl_terms(piece, label_prior(piece, prior, patch, sigma), penalty, on),
@@ -139,7 +130,7 @@ def nacl(
 
 
 def _nacl_terms(batch: Batch, tau: Tensor, penalty: Penalty, on: On) -> Terms:
-    """The penalty and its derivative; uses up ``tau``."""
+    """The penalty and its gradient; overwrites ``tau``."""
     z = batch.logits
     scores = z if on == "logits" else softmax(z).probabilities
     gap = torch.sub(scores, tau, out=tau)
@@ -162,9 +153,7 @@ class SVLS(Loss):
 
     id = "svls"
     function = staticmethod(svls)
-
-    def __init__(self, sigma: float = 2.0, share: float = 0.5, **options: Unpack[VoxelOptions]) -> None:
-        super().__init__(sigma=sigma, share=share, **options)
+    neighbourhood = True
 
 
 class NACL(Loss):
@@ -178,16 +167,5 @@ class NACL(Loss):
 
     id = "nacl"
     function = staticmethod(nacl)
-
-    def __init__(
-        self,
-        weight: float = 0.1,
-        prior: Prior = "mean",
-        *,
-        patch: int = 3,
-        penalty: Penalty = "l1",
-        on: On = "logits",
-        sigma: float = 2.0,
-        **options: Unpack[PenaltyOptions],
-    ) -> None:
-        super().__init__(weight=weight, prior=prior, patch=patch, penalty=penalty, on=on, sigma=sigma, **options)
+    neighbourhood = True
+    translation_invariant = False

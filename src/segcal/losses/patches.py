@@ -1,33 +1,34 @@
-"""Which labels surround a voxel: counts and priors over square or cubic patches.
+"""Counts of the labels around a voxel, over square or cubic patches, and priors over classes made from them.
 
-Sums over a patch are separable, so each axis takes a few shifted additions, and counts fit one byte: on a CPU that is
-an order of magnitude less memory traffic than a convolution of float one-hots. Ignored voxels are in no class plane,
-and what lies outside the image does not exist: both drop out of every count.
+Sums over a patch are separable, so each axis needs a few shifted additions, and counts fit into one byte. On a CPU that
+is an order of magnitude less memory traffic than a convolution of float one-hots. Ignored voxels and voxels outside the
+image are in no count.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from segcal.losses.checks import Batch, check_choice, check_number, check_patch
+from segcal.errors import check_name
+from segcal.losses.checks import Batch, check_number, check_patch
 
 Prior = Literal["mean", "gaussian", "max", "min", "median", "mode"]
 
 
 class Counts(NamedTuple):
-    """Voxels of each class in every voxel's patch ``(B, C, *S)``, and of all ``(B or 1, 1, *S)``; uint8."""
+    """Voxels of each class in the patch around every voxel ``(B, C, *S)``, and in total ``(B or 1, 1, *S)``; uint8."""
 
     classes: Tensor
     total: Tensor
 
 
 def label_codes(batch: Batch) -> Tensor:
-    """The labels ``(B, *S)`` in the smallest type that also holds C, which stands for "ignored"."""
+    """The labels ``(B, *S)`` in the smallest type that holds 0..C; C means ignored."""
     codes = batch.labels.to(torch.uint8 if batch.num_classes < 256 else torch.int32)
     return codes if batch.valid is None else codes.masked_fill(~batch.valid, batch.num_classes)
 
@@ -37,7 +38,7 @@ def class_planes(batch: Batch) -> Tensor:
     classes = batch.num_classes
     codes = label_codes(batch)
     space = codes.shape[1:]
-    # Laid out as planes, because a comparison with a broadcast number per plane does not vectorise.
+    # Expanded to whole planes, because comparing with one broadcast number per plane does not vectorise.
     numbers = torch.arange(classes, dtype=codes.dtype, device=codes.device)
     numbers = numbers.view(-1, *[1] * len(space)).expand(classes, *space).contiguous()
     return (codes.unsqueeze(1) == numbers).to(torch.uint8)
@@ -60,7 +61,7 @@ def patch_counts(batch: Batch, patch: int) -> Counts:
     if batch.valid is not None:
         return Counts(counts, counts.sum(1, keepdim=True, dtype=torch.uint8))
     total = counts.new_ones(1, 1, *[1] * len(space))
-    for axis, size in enumerate(space, 2):  # what exists of a patch is a product over the axes
+    for axis, size in enumerate(space, 2):  # The part of a patch inside the image is a product over axes.
         place = torch.arange(size, device=counts.device)
         line = place.clamp_max(patch // 2) + place.flip(0).clamp_max(patch // 2) + 1
         total = total * line.to(torch.uint8).view(-1, *[1] * (len(space) + 1 - axis))
@@ -68,7 +69,7 @@ def patch_counts(batch: Batch, patch: int) -> Counts:
 
 
 def window_sums(planes: Tensor, weights: Sequence[float]) -> Tensor:
-    """Separable sums over windows: offset 0 weighs 1, offsets ``+-s`` weigh ``weights[s - 1]``, along every axis."""
+    """Separable weighted sums: along every axis, offset 0 has weight 1 and offsets ``+-s`` have ``weights[s - 1]``."""
     for axis in range(2, planes.ndim):
         source, planes = planes, planes.clone()
         for shift, weight in enumerate(weights, 1):
@@ -85,13 +86,13 @@ def gaussian_weights(sigma: float, radius: int) -> list[float]:
 
 
 def label_prior(batch: Batch, prior: Prior, patch: int, sigma: float) -> Tensor:
-    """tau ``(B, C, *S)`` in the type of the logits: what the labels around a voxel say about its class.
+    """tau ``(B, C, *S)`` in the dtype of the logits: a prior over classes from the labels around each voxel.
 
-    ``mean``: share of each class; ``gaussian``: the same with weights; the others put 1 on the largest, smallest,
-    (lower) median or most frequent (smallest of equals) label of the patch. A voxel whose patch is all ignored has
-    tau = 0.
+    ``mean``: the share of each class in the patch; ``gaussian``: the same with Gaussian weights; the others put 1 on
+    the largest, smallest, (lower) median or most frequent (of ties, the smallest) label of the patch. If the whole
+    patch is ignored, tau is 0.
     """
-    check_choice("prior", prior, Prior)
+    check_name("prior", prior, get_args(Prior))
     dtype = batch.logits.dtype
     if prior == "gaussian":
         check_patch(patch, batch.labels.shape[1:])
@@ -105,13 +106,13 @@ def label_prior(batch: Batch, prior: Prior, patch: int, sigma: float) -> Tensor:
 
 
 def _one_label(counts: Counts, prior: Prior) -> Tensor:
-    """``(B, C, *S)`` bool, True at one class where the patch holds any label."""
+    """``(B, C, *S)`` bool, True at the chosen class; False everywhere if the patch holds no label."""
     classes, total = counts
     if prior in ("max", "min"):
         chosen = classes > 0
     elif prior == "mode":
         chosen = classes == classes.amax(1, keepdim=True)
-    else:  # A running count reaches half of the patch first at its lower median.
+    else:  # The lower median is the first label at which the running count reaches half of the patch.
         chosen = 2 * classes.cumsum(1, dtype=torch.int32) >= total
     number = torch.arange(1, chosen.shape[1] + 1, dtype=torch.int32, device=chosen.device)
     number = number.flip(0) if prior != "max" else number

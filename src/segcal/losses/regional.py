@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from segcal.losses.base import Loss, Options, VoxelOptions
-from segcal.losses.checks import (
-    Batch,
-    ClassWeights,
-    Reduction,
-    check_choice,
-    check_number,
-    class_weight_tensor,
-    prepare,
-)
+from segcal.errors import check_name
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, class_weight_tensor, prepare
 from segcal.losses.voxelwise import cross_entropy_part, voxel_loss
+
+__all__ = ["CrossEntropyDice", "Dice", "cross_entropy_dice", "dice"]
 
 
 def dice(
     logits: Tensor,
     labels: Tensor,
-    *,
     smooth: float = 1.0,
+    *,
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """``dice``: ``1 - (2 sum p_k y_k + s) / (sum p_k + sum y_k + s)`` per image and class (Milletari et al. 2016).
 
-    ``logits (B, C, *S)``, ``labels (B, *S)``; the background counts as any class. ``reduction="none"`` gives
-    ``(B, C)``; the mean is over images and, by weight, over classes. An image without valid voxels has loss 0.
+    ``logits (B, C, *S)``, ``labels (B, *S)``; the background is a class like any other. ``reduction="none"`` gives
+    ``(B, C)``. The mean is over images and, weighted by ``class_weights``, over classes. An image without valid voxels
+    has loss 0.
 
     Examples:
         >>> z = torch.tensor([[[[20.0, -20.0]], [[-20.0, 20.0]]]])
@@ -44,8 +41,8 @@ def dice(
 def cross_entropy_dice(
     logits: Tensor,
     labels: Tensor,
-    *,
     smooth: float = 1.0,
+    *,
     class_weights: ClassWeights | None = None,
     ignore_index: int = 255,
 ) -> Tensor:
@@ -65,7 +62,7 @@ def cross_entropy_dice(
 
 def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None, reduction: Reduction) -> Tensor:
     check_number("smooth", smooth, lowest=torch.finfo(torch.float32).tiny)
-    check_choice("reduction", reduction, Reduction)
+    check_name("reduction", reduction, get_args(Reduction))
     p = batch.logits.unsqueeze(-1).flatten(2).softmax(1)
     labels = batch.labels.unsqueeze(-1).flatten(1)
     ones = torch.ones_like(labels, dtype=p.dtype)
@@ -73,7 +70,7 @@ def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None,
         ones = batch.valid.unsqueeze(-1).flatten(1).to(p.dtype)
         p = p * ones.unsqueeze(1)
     zeros = p.new_zeros(p.shape[:2], dtype=torch.float64)
-    # Sums over voxels in float64; those of one class are scattered by label, so no one-hot is made.
+    # Sums over voxels are in float64. Scattering by label needs no one-hot tensor.
     overlap = zeros.scatter_add(1, labels, p.gather(1, labels.unsqueeze(1)).squeeze(1).double())
     size = zeros.scatter_add(1, labels, ones.double())
     loss = 1 - (2 * overlap + smooth) / (p.sum(2, dtype=torch.float64) + size + smooth)
@@ -81,7 +78,7 @@ def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None,
     if weights is not None:
         loss = loss * weights
     if reduction == "mean":
-        images = max(len(loss), 1)  # a batch without images has loss 0
+        images = max(len(loss), 1)  # A batch without images has loss 0.
         loss = loss.sum() / (images * loss.shape[1] if weights is None else images * weights.sum().clamp_min(1e-30))
     elif reduction == "sum":
         loss = loss.sum()
@@ -99,9 +96,6 @@ class Dice(Loss):
     id = "dice"
     function = staticmethod(dice)
 
-    def __init__(self, smooth: float = 1.0, **options: Unpack[VoxelOptions]) -> None:
-        super().__init__(smooth=smooth, **options)
-
 
 class CrossEntropyDice(Loss):
     """``ce-dice``, see ``cross_entropy_dice``, as a module.
@@ -113,6 +107,3 @@ class CrossEntropyDice(Loss):
 
     id = "ce-dice"
     function = staticmethod(cross_entropy_dice)
-
-    def __init__(self, smooth: float = 1.0, **options: Unpack[Options]) -> None:
-        super().__init__(smooth=smooth, **options)

@@ -1,45 +1,47 @@
-"""Losses of one voxel at a time, with their derivative computed in the forward pass, and cross-entropy itself.
+"""Sums of per-voxel losses with closed-form gradients, and cross-entropy.
 
-The gradient of such a loss is known in closed form and costs little more than its value, so the forward pass computes
-both and the backward pass is one multiplication. What these losses cost is memory traffic, fresh pages above all, so
-summands share one gradient tensor, and on a CPU the batch goes through in pieces that fit its cache.
+The gradient of such a loss is known in closed form and costs little more than its value. So the forward pass computes
+both, and the backward pass is one multiplication. Memory traffic dominates the cost, above all writing to fresh pages.
+So the parts of a loss share one gradient tensor, and on a CPU the batch is processed in pieces that fit the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from typing_extensions import Unpack
 
-from segcal.losses.base import Loss, VoxelOptions
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_choice, class_weight_tensor, prepare
+from segcal.errors import check_name
+from segcal.losses.base import Loss
+from segcal.losses.checks import Batch, ClassWeights, Reduction, class_weight_tensor, prepare
 
-# Logits in a piece of a batch on the CPU: up to 4 MB of float32.
+__all__ = ["CrossEntropy", "cross_entropy"]
+
+# Most logits in one piece of a batch on a CPU: 4 MB of float32.
 CACHED_VALUES = 2**20
 
 
 class Terms(NamedTuple):
-    """The loss of every voxel ``(B, *S)``, and its derivative by the logits ``(B, C, *S)`` if asked for."""
+    """The loss of every voxel ``(B, *S)``, and its gradient ``(B, C, *S)`` or None if not needed."""
 
     value: Tensor
     gradient: Tensor | None
 
 
 class Part(NamedTuple):
-    """A summand of a voxelwise loss.
+    """One summand of a voxelwise loss.
 
     Attributes:
-        terms: Loss and derivative of a batch, or of some images of it. The derivative may be put into the tensor given
-            as second argument, where there is one. What is returned belongs to the caller, who changes it.
-        weight: What they are multiplied by.
-        mass: What each voxel ``(B, *S)`` counts in the denominator of the mean; None counts valid voxels.
-        add: ``(batch, terms, scale)`` adds the scaled terms to given ones in a single pass; None where there is no such
-            pass for this kind of batch.
+        terms: Computes loss and gradient of a batch, or of some images of it. It may write the gradient to the tensor
+            given as second argument, if there is one. The caller may overwrite what is returned.
+        weight: Factor of the terms.
+        mass: What each voxel ``(B, *S)`` adds to the denominator of the mean; None adds 1 for every valid voxel.
+        add: ``add(batch, terms, scale)`` adds the scaled terms to given ones in a single pass; None if there is no
+            such pass for this kind of batch.
     """
 
     terms: Callable[[Batch, Tensor | None], Terms]
@@ -49,29 +51,29 @@ class Part(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Probabilities ``(B, C, *S)``, and the largest logit and its log-probability, both ``(B, 1, *S)``."""
+    """Probabilities ``(B, C, *S)``, the largest logit and its log-probability, both ``(B, 1, *S)``."""
 
     probabilities: Tensor
     top: Tensor
     log_top: Tensor
 
     def nll(self, scores: Tensor) -> Tensor:
-        """``logsumexp(z) - scores`` in an order that large logits do not spoil."""
+        """``logsumexp(z) - scores``, without cancellation for large logits."""
         return (self.top - scores).sub_(self.log_top)
 
 
 def softmax(logits: Tensor, out: Tensor | None = None) -> Softmax:
-    """Softmax with what is needed for log-probabilities, in ``out`` if given."""
+    """The softmax, written to ``out`` if given, and what log-probabilities need."""
     probabilities = torch.softmax(logits, 1, out=out) if out is not None else torch.softmax(logits, 1)
     return Softmax(probabilities, logits.amax(1, keepdim=True), probabilities.amax(1, keepdim=True).log_())
 
 
 class _Attach(Function):
-    """Gives a computed loss the derivative that was computed with it.
+    """Attaches the gradient that the forward pass computed to its loss.
 
-    The first backward pass uses the gradient up: it is scaled in place and handed on, for fresh memory costs more than
-    the arithmetic. Should there be another one (``retain_graph``), ``again`` computes it anew. Compiled graphs plan
-    their memory themselves and pass no ``again``.
+    The first backward pass scales the gradient in place and returns it, because allocating memory would cost more than
+    the arithmetic. A second one (``retain_graph``) calls ``again`` to recompute it. Compiled graphs plan their memory
+    themselves and pass no ``again``.
     """
 
     @staticmethod
@@ -101,12 +103,12 @@ class _Attach(Function):
 
 
 def voxel_loss(batch: Batch, parts: Sequence[Part], reduction: Reduction) -> Tensor:
-    """The sum of the parts as the user asked for it: per voxel, summed, or averaged over the valid voxels.
+    """The sum of the parts: per voxel, summed, or averaged over the valid voxels.
 
-    A part's mean divides by its mass in the valid voxels; without any it is 0, and so is its gradient. Sums are taken
-    in float64. The first part's weight must not be 0 if there are others.
+    The mean of a part divides by its mass in the valid voxels. If that is 0, so are the mean and its gradient. Sums are
+    in float64. With several parts, the weight of the first must not be 0.
     """
-    check_choice("reduction", reduction, Reduction)
+    check_name("reduction", reduction, get_args(Reduction))
     detached = batch._replace(logits=batch.logits.detach())
     first, *rest = [_scale(batch, part, reduction) for part in parts]
     scales = [1.0, *(scale / first for scale in rest)]
@@ -128,7 +130,7 @@ def voxel_loss(batch: Batch, parts: Sequence[Part], reduction: Reduction) -> Ten
 
 
 def _evaluate(batch: Batch, parts: Sequence[Part], scales: Sequence[float | Tensor], reduction: Reduction) -> Terms:
-    """Loss, per voxel or summed, and derivative of the scaled parts."""
+    """The loss of the scaled parts, per voxel or summed, and its gradient."""
     pieces = _pieces(batch)
     if len(pieces) == 1:
         value, gradient = _weighted_sum(batch, parts, scales, None)
@@ -143,7 +145,7 @@ def _evaluate(batch: Batch, parts: Sequence[Part], scales: Sequence[float | Tens
 
 
 def _weighted_sum(batch: Batch, parts: Sequence[Part], scales: Sequence[float | Tensor], out: Tensor | None) -> Terms:
-    """Value and derivative of the sum of scaled parts, the derivative in ``out`` if there is one."""
+    """Value and gradient of the sum of the scaled parts, the gradient in ``out`` if given."""
     value, gradient = parts[0].terms(batch, out)
     for part, scale in zip(parts[1:], scales[1:], strict=True):
         if part.add is not None:
@@ -161,7 +163,7 @@ def _weighted_sum(batch: Batch, parts: Sequence[Part], scales: Sequence[float | 
 
 
 def _add_scaled(total: Tensor, step: Tensor, scale: float | Tensor) -> None:
-    """``total += scale * step``, in one pass where the scale is a number."""
+    """``total += scale * step``, in one pass if the scale is a number."""
     if isinstance(scale, Tensor):
         total.add_(step.mul_(scale))
     else:
@@ -169,7 +171,7 @@ def _add_scaled(total: Tensor, step: Tensor, scale: float | Tensor) -> None:
 
 
 def _pieces(batch: Batch) -> list[slice]:
-    """All images, or on a CPU a few at a time: intermediate results then stay in its cache."""
+    """Slices of the batch: one for all images, or on a CPU one for each few that fit its cache."""
     images, values = len(batch.labels), batch.logits.numel()
     if torch.compiler.is_compiling() or batch.logits.device.type != "cpu" or values <= CACHED_VALUES:
         return [slice(None)]
@@ -178,7 +180,7 @@ def _pieces(batch: Batch) -> list[slice]:
 
 
 def _scale(batch: Batch, part: Part, reduction: Reduction) -> float | Tensor:
-    """What a part's values are multiplied by; a float where that is known without looking at the labels."""
+    """The factor of a part's terms; a float if it does not depend on the labels."""
     if reduction != "mean":
         return part.weight
     if part.mass is not None:
@@ -191,9 +193,9 @@ def _scale(batch: Batch, part: Part, reduction: Reduction) -> float | Tensor:
 
 
 def correct_voxels(batch: Batch, top: Tensor) -> Tensor:
-    """``(B, *S)`` bool: whether the label is the argmax, the first of equals. ``top`` is the largest logit.
+    """``(B, *S)`` bool: whether the label is the argmax (of ties, the first). ``top`` is the largest logit.
 
-    ``Tensor.argmax`` over an axis that is not the last is many times slower than this on a CPU.
+    On a CPU this is many times faster than ``Tensor.argmax`` over an axis other than the last.
     """
     logits = batch.logits
     small = torch.uint8 if batch.num_classes < 256 else torch.int32
@@ -203,30 +205,36 @@ def correct_voxels(batch: Batch, top: Tensor) -> Tensor:
     return first == batch.num_classes - batch.labels
 
 
-def label_weights(class_weights: Tensor | None, labels: Tensor) -> Tensor | None:
-    """The weight of every voxel's own class ``(B, *S)``."""
-    return None if class_weights is None else class_weights[labels]
+def weighted_part(
+    batch: Batch, class_weights: ClassWeights | None, terms: Callable[[Batch, Tensor | None, Tensor | None], Terms]
+) -> Part:
+    """A part whose mean divides by the class weights of the labels; ``terms`` takes a batch, the weights and out."""
+    weights = class_weight_tensor(class_weights, batch.logits)
+    mass = None if weights is None else weights[batch.labels]
+    return Part(lambda piece, out: terms(piece, weights, out), mass=mass)
 
 
 def cross_entropy_part(batch: Batch, class_weights: ClassWeights | None) -> Part:
-    """Cross-entropy as a summand."""
-    weights = class_weight_tensor(class_weights, batch.logits)
-    return Part(lambda piece, out: _cross_entropy_terms(piece, weights, out), mass=label_weights(weights, batch.labels))
+    """Cross-entropy as a part."""
+    return weighted_part(batch, class_weights, _cross_entropy_terms)
 
 
 def _cross_entropy_terms(batch: Batch, class_weights: Tensor | None, out: Tensor | None) -> Terms:
-    """``w_y * nll`` and its derivative ``w_y (p - onehot(y))``."""
+    """``w_y * nll`` and its gradient ``w_y (p - onehot(y))``."""
     logits, index = batch.logits, batch.labels.unsqueeze(1)
     soft = softmax(logits, out)
     value = soft.nll(logits.gather(1, index))
-    gradient = None
-    if batch.needs_gradient:
-        gradient = soft.probabilities.scatter_add_(1, index, value.new_tensor(-1).expand_as(value))
-    weights = label_weights(class_weights, index)
-    if weights is not None:
+    gradient = minus_labels(soft.probabilities, index) if batch.needs_gradient else None
+    if class_weights is not None:
+        weights = class_weights[index]
         value = value * weights
         gradient = None if gradient is None else gradient.mul_(weights)
     return Terms(value.squeeze(1), gradient)
+
+
+def minus_labels(probabilities: Tensor, index: Tensor) -> Tensor:
+    """``p - onehot(y)``, in place; ``index (B, 1, *S)`` are the labels."""
+    return probabilities.scatter_add_(1, index, probabilities.new_tensor(-1).expand(index.shape))
 
 
 def cross_entropy(
@@ -237,7 +245,7 @@ def cross_entropy(
     ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """``ce``: ``-w_y log S(z)_y``, as ``torch.nn.functional.cross_entropy``, but 0 where every voxel is ignored.
+    """``ce``: ``-w_y log S(z)_y``, as ``torch.nn.functional.cross_entropy``, but 0 if every voxel is ignored.
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. The mean divides by the sum of the weights ``w_y`` of the valid voxels.
 
@@ -259,6 +267,3 @@ class CrossEntropy(Loss):
 
     id = "ce"
     function = staticmethod(cross_entropy)
-
-    def __init__(self, **options: Unpack[VoxelOptions]) -> None:
-        super().__init__(**options)

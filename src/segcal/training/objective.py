@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from segcal.errors import ConfigError, check_name, did_you_mean
-from segcal.losses import BWCR, LOSSES, CombinedLoss, CRaC
+from segcal.losses import LOSSES, CombinedLoss, CRaC
 from segcal.training.config import LossSpec
 
 # What the dataset and the trainer say.
@@ -33,8 +33,8 @@ def controllers(loss: nn.Module) -> list[CRaC]:
 
 
 def views(loss: nn.Module) -> int:
-    """How many views of an image the loss compares."""
-    return 2 if any(isinstance(module, BWCR) for module in loss.modules()) else 1
+    """How many views of each image the loss needs in a batch."""
+    return max(getattr(module, "views", 1) for module in loss.modules())
 
 
 def _build(spec: LossSpec, classes: int, ignore_index: int) -> nn.Module:
@@ -54,9 +54,7 @@ def _build(spec: LossSpec, classes: int, ignore_index: int) -> nn.Module:
     elif base != "ce":
         check_name("base", base, ("none", *LOSSES), error=ConfigError)
         options["base"] = _build(LossSpec(base), classes, ignore_index)
-    if cls is CRaC:
-        options["num_classes"] = classes
     try:
-        return cls(ignore_index=ignore_index, **options)
+        return cls.of_classes(classes, ignore_index=ignore_index, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss '{spec.id}' with {dict(spec.options)}: {error}") from None
