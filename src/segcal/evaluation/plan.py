@@ -45,11 +45,7 @@ class Plan:
         if taken := sorted(set(masks) & set(REGIONS)):
             raise InputError(f"masks are named {', '.join(taken)}", expected="names that are not regions of segcal")
         columns = [metric for metric in metrics if isinstance(metric, Column)]
-        parsed = [parse_metric(metric) for metric in metrics if not isinstance(metric, Column)]
-        for region in (*regions, *masks):
-            columns += [Column(id, region, options=o) for id, o in parsed if "surfaces" not in metric_spec(id).needs]
-        # Surfaces belong to a case as a whole.
-        columns += [Column(id, options=o) for id, o in parsed if "surfaces" in metric_spec(id).needs]
+        columns += columns_in([metric for metric in metrics if not isinstance(metric, Column)], (*regions, *masks))
         columns = [_checked(column, (*REGIONS, *masks)) for column in columns]
         if not columns:
             raise InputError("nothing was asked for", expected="at least one metric in at least one region")
@@ -100,6 +96,19 @@ class Plan:
             thresholds=sorted(thresholds),
             threads=threads,
         )
+
+
+def columns_in(metrics: Sequence[str], regions: Sequence[str]) -> list[Column]:
+    """Every metric in every region. Metrics of surfaces belong to a case as a whole and come last.
+
+    Examples:
+        >>> [(column.id, column.region) for column in columns_in(("hd95", "ece"), ("everything", "boundary"))]
+        [('ece', 'everything'), ('ece', 'boundary'), ('hd95', 'everything')]
+    """
+    parsed = [parse_metric(metric) for metric in metrics]
+    whole = [one for one in parsed if "surfaces" in metric_spec(one[0]).needs]
+    columns = [Column(id, region, options=o) for region in regions for id, o in parsed if (id, o) not in whole]
+    return [*columns, *(Column(id, options=o) for id, o in whole)]
 
 
 def parse_metric(text: str) -> tuple[str, dict[str, Any]]:

@@ -7,14 +7,18 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from segcal.errors import DataError, InputError
 from segcal.files.atomic import atomic_path
-from segcal.files.plain import encode, number, plain
+from segcal.files.plain import number, plain
 from segcal.inference import FEW_GROUPS, bootstrap_interval
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The case of a pooled row: no case can be named so.
 POOLED = None
@@ -92,9 +96,9 @@ class Results:
 
     def value(self, metric: str, region: str = "everything", case: str | None = POOLED, *, channel: str = "") -> float:
         """One value; pooled over all cases unless one is named, the mean over channels unless one is named."""
-        for row in self.rows:
-            if (row.case, row.region, row.metric, row.channel) == (case, region, metric, channel):
-                return row.value
+        row = self._columns.get((channel, region, metric), {}).get(case)
+        if row is not None:
+            return row.value
         of_channel = f" in channel {channel!r}" if channel else ""
         raise InputError(
             f"no value of {metric!r} in {region!r} for {'all cases pooled' if case is POOLED else repr(case)}"
@@ -104,8 +108,16 @@ class Results:
 
     def values(self, metric: str, region: str = "everything", *, channel: str = "") -> dict[str, float]:
         """The values of every case, by its name; means over channels unless one is named."""
-        rows = (row for row in self.rows if (row.region, row.metric, row.channel) == (region, metric, channel))
-        return {row.case: row.value for row in rows if row.case is not POOLED}
+        rows = self._columns.get((channel, region, metric), {})
+        return {case: row.value for case, row in rows.items() if case is not POOLED}
+
+    @cached_property
+    def _columns(self) -> dict[tuple[str, str, str], dict[str | None, Row]]:
+        """Rows by channel, region and metric, then by case."""
+        found: dict[tuple[str, str, str], dict[str | None, Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.channel, row.region, row.metric), {})[row.case] = row
+        return found
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -116,7 +128,8 @@ class Results:
         """The results of one channel of multi-label data, as those of ordinary data."""
         if name not in self.channels:
             raise InputError(f"channel {name!r}", expected=f"one of {', '.join(self.channels) or 'none'}")
-        return Results(
+        return replace(
+            self,
             rows=tuple(row._replace(channel="") for row in self.rows if row.channel == name),
             about={**self.about, "channels": None, "channel": name},
             reliability=self.reliability[name],
@@ -125,10 +138,7 @@ class Results:
 
     def summary(self, *, seed: int = 0) -> list[SummaryRow]:
         """Every metric in every region and channel over all cases, in the order of the rows."""
-        columns: dict[tuple[str, str, str], list[Row]] = {}
-        for row in self.rows:
-            columns.setdefault((row.channel, row.region, row.metric), []).append(row)
-        return [_summarise(rows, self.groups, seed) for rows in columns.values()]
+        return [_summarise(list(rows.values()), self.groups, seed) for rows in self._columns.values()]
 
     @property
     def groups(self) -> Mapping[str, str] | None:
@@ -146,36 +156,39 @@ class Results:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Everything as JSON (NaN and infinities as null and texts); also written to ``path`` where one is given."""
-        rows = [list(row._replace(value=encode(row.value))) for row in self.rows]  # type: ignore[arg-type]
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "about": plain(self.about),
-                "columns": list(Row._fields),
-                "rows": rows,
-                "reliability": plain(self.reliability),
-                "diagnosis": plain(self.diagnosis),
-            },
-            indent=1,
-            allow_nan=False,
-        )
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         if path is not None:
             with atomic_path(Path(path)) as temporary:
                 temporary.write_text(text)
         return text
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in dictionaries, lists and numbers that JSON can hold."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "about": plain(self.about),
+            "columns": list(Row._fields),
+            "rows": plain(self.rows),
+            "reliability": plain(self.reliability),
+            "diagnosis": plain(self.diagnosis),
+        }
+
     @classmethod
-    def from_json(cls, path: str | Path) -> Results:
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """The results that ``to_dict`` wrote; ``ValueError``, ``KeyError`` or ``TypeError`` for anything else."""
+        if content["format"] != _FORMAT or content["version"] not in range(1, _VERSION + 1):
+            raise ValueError(f"format {content['format']}, version {content['version']}")
+        rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
+        if content["version"] == 1:
+            rows = tuple(row._replace(case=POOLED) if row.case == _ONCE_POOLED else row for row in rows)
+        return cls(rows, content["about"], content["reliability"], content["diagnosis"])
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
         """Read what ``to_json`` wrote."""
         try:
-            content = json.loads(Path(path).read_text())
-            if content["format"] != _FORMAT or content["version"] not in range(1, _VERSION + 1):
-                raise ValueError(f"format {content['format']}, version {content['version']}")
-            rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
-            if content["version"] == 1:
-                rows = tuple(row._replace(case=POOLED) if row.case == _ONCE_POOLED else row for row in rows)
-            return cls(rows, content["about"], content["reliability"], content["diagnosis"])
+            return cls.from_dict(json.loads(Path(path).read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseSet
 from segcal.errors import InputError, check_name, check_seed, check_whole
-from segcal.evaluation.plan import LOCAL, metric_spec, parse_metric
+from segcal.evaluation.plan import LOCAL, columns_in, metric_spec, parse_metric
 from segcal.metrics import Column
 from segcal.metrics.calibration import BANDS
 from segcal.regions import REGIONS
@@ -80,15 +80,7 @@ class Settings:
     @property
     def columns(self) -> list[Column]:
         """Every metric in every region, as the tables show them; surfaces belong to a case as a whole."""
-        parsed = [parse_metric(metric) for metric in self.metrics]
-        found = [
-            Column(id, region, options=options)
-            for region in self.regions
-            for id, options in parsed
-            if "surfaces" not in metric_spec(id).needs
-        ]
-        found += [Column(id, options=options) for id, options in parsed if "surfaces" in metric_spec(id).needs]
-        return found
+        return columns_in(self.metrics, self.regions)
 
     @property
     def measured(self) -> list[Column]:
