@@ -1,12 +1,15 @@
 """A map for each predicted class: what they recover, what they keep, and experts with few voxels."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from reference.calibrators import best_nll, drawn, least, nll
-from segcal.calibrators import CALIBRATORS, experts
+from segcal.calibrators import CALIBRATORS
 from segcal.fitting.expert_fit import expert_map
+from segcal.fitting.expert_form import FLOOR
 from segcal.kernels.experts import ExpertMap
 from segcal.synthetic import ClassConditional, GaugeOffsets, scenes, true_calibration_error
 
@@ -111,8 +114,8 @@ def pooled_map(calibrator, z, y):
     """One map for all winners: the parents of the experts, as a map of its own."""
     features = calibrator.features
     size = 3 - (features == "gaps")
-    x = np.c_[np.eye(size), np.full(size, experts.FLOOR if calibrator.constrained else 0.0)].ravel()
-    lower, upper = calibrator.bounds(3, 1)
+    x = np.c_[np.eye(size), np.full(size, FLOOR if calibrator.preserves else 0.0)].ravel()
+    lower, upper = replace(calibrator.form(3), routed=False).bounds
 
     def objective(at):
         own = at.view(1, size, size + 1)

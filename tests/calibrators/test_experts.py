@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from reference.calibrators import MAPS, best_nll, drawn, least, nll, start
-from segcal.calibrators import CALIBRATORS, experts, load
+from segcal.calibrators import CALIBRATORS, load
 from segcal.errors import InputError
 from segcal.fitting import expert_adam, expert_exact
 from segcal.fitting.expert_fit import Rows, expert_sums
+from segcal.fitting.expert_form import FLOOR
 from segcal.kernels.experts import ExpertMap
 from segcal.scores import canonical_logits
 from segcal.synthetic import Temperature, scenes
@@ -135,13 +136,13 @@ def as_theta(calibrator, x, classes):
     """The reference's flat parameters in the calibrator's form ``(E, K, J + 1)``."""
     if calibrator.id == "vs":
         return np.stack((x[:classes], x[classes:]), 1)[None]
-    theta = calibrator.identity(classes)
+    theta = calibrator.form(classes).identity
     if calibrator.id == "ms-c":
         weight = x[: classes**2].reshape(classes, classes).copy()
         np.fill_diagonal(weight, 0)
         np.fill_diagonal(weight, x[-1] - weight.sum(1))
         return np.c_[weight, x[classes**2 : -1]][None]
-    size = classes - 1 if calibrator.constrained else classes
+    size = classes - 1 if calibrator.preserves else classes
     for e, own in enumerate(x.reshape(len(theta), -1)):
         expert = np.c_[own[: size**2].reshape(size, size), own[size**2 :]]
         if calibrator.features == "margins":
@@ -235,7 +236,7 @@ def test_shrinkage_leads_to_temperature_scaling_and_penalties_away_from_the_opti
     reported = [own.fit_report.nll_after for own in (free, weak, strong)]
     assert reported == sorted(reported)
     # FLOOR keeps cms from being a temperature exactly
-    assert torch.allclose(strong(z), scaled(z), atol=1e-2 if strong.constrained else 1e-4)
+    assert torch.allclose(strong(z), scaled(z), atol=1e-2 if strong.preserves else 1e-4)
     if name != "vs":
         far = CALIBRATORS[name](off_diagonal=10.0, bias=10.0).fit(z, y)
         assert reported[0] < far.fit_report.nll_after <= far.fit_report.nll_before
@@ -259,14 +260,14 @@ def test_before_a_fit_it_is_the_identity(name):
 def test_the_bounds_hold_and_the_floor_is_kept(name):
     z, y = drawn(2000, 4)
     calibrator = CALIBRATORS[name]().fit(z, y)
-    lower, upper = calibrator.bounds(4, len(calibrator.weight))
+    lower, upper = calibrator.form(4).bounds
     theta = torch.cat((calibrator.weight, calibrator.bias[:, :, None]), 2).numpy()
-    if calibrator.basis(4) is None:
+    if calibrator.form(4).basis is None:
         assert (theta >= lower).all()
         assert (theta <= upper).all()
-    if calibrator.constrained:
+    if calibrator.preserves:
         assert (calibrator.weight >= 0).all()
-        assert (theta[:, :, -1][lower[:, :, -1] < upper[:, :, -1]] >= experts.FLOOR).all()
+        assert (theta[:, :, -1][lower[:, :, -1] < upper[:, :, -1]] >= FLOOR).all()
         assert (calibrator.weight == 0).any()  # active constraints are typical
 
 
@@ -304,7 +305,7 @@ def test_adam_falls_from_the_identity_and_stays_above_the_optimum(name, monkeypa
 def test_adam_without_steps_is_the_identity(name):
     z, y = drawn(500, 3)
     idle = CALIBRATORS[name](solver="adam", rate=1e-12, patience=1).fit(z, y)
-    assert torch.allclose(idle(z), z.log_softmax(1), atol=5e-3 if idle.constrained else 1e-5)
+    assert torch.allclose(idle(z), z.log_softmax(1), atol=5e-3 if idle.preserves else 1e-5)
 
 
 @pytest.mark.parametrize("cases", [1, 2, 3, 5])

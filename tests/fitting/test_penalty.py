@@ -12,9 +12,9 @@ IDS = ("ms", "dc", "cdc", "cms-ap", "cms-op")
 
 
 def random_theta(calibrator, classes, seed=0):
-    theta = calibrator.identity(classes)
+    theta = calibrator.form(classes).identity
     theta = theta + np.random.default_rng(seed).random(theta.shape)
-    return np.clip(theta, *calibrator.bounds(classes, len(theta)))
+    return np.clip(theta, *calibrator.form(classes).bounds)
 
 
 def probe(calibrator, theta, classes, winner):
@@ -43,7 +43,7 @@ def probe(calibrator, theta, classes, winner):
 def test_the_penalty_is_that_of_the_equivalent_matrix_scaling(name, classes):
     calibrator = CALIBRATORS[name]()
     lam, mu = 0.7, 1.3
-    identity = calibrator.identity(classes)
+    identity = calibrator.form(classes).identity
     for seed in range(3):
         theta = random_theta(calibrator, classes, seed)
         for expert in range(len(theta)):
@@ -63,7 +63,7 @@ def test_the_penalty_is_that_of_the_equivalent_matrix_scaling(name, classes):
 @pytest.mark.parametrize("name", IDS)
 def test_the_identity_and_temperatures_of_affine_maps_cost_nothing(name):
     calibrator = CALIBRATORS[name]()
-    identity = calibrator.identity(4)
+    identity = calibrator.form(4).identity
     for expert in range(len(identity)):
         matrix = odir(4, calibrator.features, expert, 1.0, 1.0)
         penalty = Quadratic(identity[expert].size)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from segcal.calibrators.base import ParameterCount
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.fitting.limits import Limits
@@ -26,7 +23,6 @@ class MatrixScaling(ExpertCalibrator):
     translation_invariant = False
     preserves = None
     features = "logits"
-    routed = False
 
     def _affine(self) -> AffineMap:
         return AffineMap(self.weight[0], self.bias[0])
@@ -53,7 +49,6 @@ class VectorScaling(ExpertCalibrator):
     translation_invariant = False
     preserves = None
     features = "own-logit"
-    routed = False
 
     def _affine(self) -> AffineMap:
         return AffineMap(self.weight[0, :, 0], self.bias[0])
@@ -79,15 +74,7 @@ class TranslationInvariantMatrixScaling(ExpertCalibrator):
     translation_invariant = True
     preserves = None
     features = "logits"
-    routed = False
-
-    def basis(self, num_classes: int) -> NDArray[np.float64]:
-        """Off-diagonal entries, each taken back from its row's diagonal; the common sum; biases."""
-        unit = np.eye(num_classes * (num_classes + 1)).reshape(num_classes, num_classes + 1, -1)
-        own = np.arange(num_classes)
-        rows, columns = np.nonzero(~np.eye(num_classes, dtype=bool))
-        moved = unit[rows, columns] - unit[rows, rows]
-        return np.asarray(np.concatenate((moved, unit[own, own].sum(0, keepdims=True), unit[own, -1])).T)
+    equal_row_sums = True
 
     def limits(self) -> dict[str, Limits]:
         """Rows of one sum; an entry of the diagonal is that sum less the others of its row, all within the bounds."""
@@ -116,7 +103,6 @@ class DirichletCalibration(ExpertCalibrator):
     translation_invariant = True
     preserves = None
     features = "log-probs"
-    routed = False
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:

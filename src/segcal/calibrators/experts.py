@@ -18,18 +18,14 @@ from segcal.fitting.cost import FitCost, curvature_cost
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.expert_adam import fit_by_adam
 from segcal.fitting.expert_exact import fit_exactly, sample_voxels
+from segcal.fitting.expert_form import ExpertForm
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import Limits
+from segcal.fitting.penalty import Strengths
 from segcal.kernels import ExpertMap, Features
 from segcal.parallel.threads import blas_threads
 
-FloatArray = NDArray[np.float64]
 Solver = Literal["exact", "adam"]
-
-# Smallest d: at the optimum many constraints are active, and without a floor outputs would tie.
-FLOOR = 1e-3
-# Bounds that no sensible map comes near; they only keep separable data from running to infinity.
-_LARGEST, _LARGEST_BIAS = 100.0, 20.0
 
 
 class ExpertCalibrator(Calibrator):
@@ -46,7 +42,8 @@ class ExpertCalibrator(Calibrator):
     """
 
     features: ClassVar[Features]
-    routed: ClassVar[bool]
+    routed: ClassVar[bool] = False
+    equal_row_sums: ClassVar[bool] = False
     weight: Tensor
     bias: Tensor
 
@@ -86,10 +83,9 @@ class ExpertCalibrator(Calibrator):
 
     # -- the map -------------------------------------------------------------------------------------------------------
 
-    @property
-    def constrained(self) -> bool:
-        """Whether weights and biases are non-negative, so that decisions are preserved."""
-        return self.features in ("margins", "gaps")
+    def form(self, num_classes: int) -> ExpertForm:
+        """Shape, identity and bounds of the parameters."""
+        return ExpertForm(self.features, num_classes, self.routed, self.equal_row_sums)
 
     @property
     def map(self) -> ExpertMap:
@@ -98,69 +94,29 @@ class ExpertCalibrator(Calibrator):
 
     def allocate(self, num_classes: int) -> None:
         """The identity."""
-        self.set_parameters(self.identity(num_classes))
+        self.set_parameters(self.form(num_classes).identity)
 
-    def set_parameters(self, theta: FloatArray) -> None:
+    def set_parameters(self, theta: NDArray[np.float64]) -> None:
         """Weights and biases from ``theta (E, K, J + 1)``."""
         values = torch.from_numpy(theta).to(self.weight.device)
         self.weight, self.bias = values[:, :, :-1].contiguous(), values[:, :, -1].contiguous()
 
-    def shape(self, num_classes: int) -> tuple[int, int, int]:
-        """``(E, K, J + 1)`` of the parameters: experts, and each one's outputs and inputs, with the bias."""
-        outputs = num_classes - (self.features == "gaps")
-        return num_classes if self.routed else 1, outputs, 2 if self.features == "own-logit" else outputs + 1
-
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """Of weight and bias."""
-        experts, outputs, columns = self.shape(num_classes)
+        experts, outputs, columns = self.form(num_classes).shape
         return {"weight": (experts, outputs, columns - 1), "bias": (experts, outputs)}
 
     def limits(self) -> dict[str, Limits]:
         """Those of the fit; but the identity, which may be kept, has no floor."""
         assert self.num_classes is not None
-        lower, upper = (torch.from_numpy(own) for own in self.bounds(self.num_classes, len(self.weight)))
-        if self.constrained:
+        form = self.form(self.num_classes)
+        lower, upper = (torch.from_numpy(own) for own in form.bounds)
+        if form.constrained:
             lower[:, :, -1] = 0
         return {
             "weight": Limits(lower[:, :, :-1], upper[:, :, :-1]),
             "bias": Limits(lower[:, :, -1], upper[:, :, -1]),
         }
-
-    def identity(self, num_classes: int, experts: int | None = None) -> FloatArray:
-        """The parameters ``(E, K, J + 1)`` that change nothing."""
-        own_experts, outputs, columns = self.shape(num_classes)
-        theta = np.zeros((experts or own_experts, outputs, columns))
-        if self.features == "own-logit":
-            theta[:, :, 0] = 1
-            return theta
-        theta[:, :, :-1] = np.eye(outputs)
-        if self.features == "margins" and len(theta) > 1:
-            own = np.arange(num_classes)
-            theta[own, own, own] = 0  # the winner's margin is 0 anyway
-        return theta
-
-    def scaled_identity(self, num_classes: int, beta: float, experts: int | None = None) -> FloatArray:
-        """Temperature scaling in these parameters, or the feasible map nearest to it."""
-        theta = beta * self.identity(num_classes, experts)
-        return np.clip(theta, *self.bounds(num_classes, len(theta)))
-
-    def bounds(self, num_classes: int, experts: int) -> tuple[FloatArray, FloatArray]:
-        """Of theta ``(E, K, J + 1)``; equal where a parameter is not free."""
-        upper = np.full(self.identity(num_classes, experts).shape, _LARGEST)
-        lower = -upper
-        if self.constrained:
-            lower[:] = 0
-            lower[:, :, -1], upper[:, :, -1] = FLOOR, _LARGEST_BIAS
-        if self.features == "margins" and experts > 1:
-            own = np.arange(num_classes)
-            for bound in (lower, upper):
-                bound[own, own, :] = 0  # the winner's score,
-                bound[own, :, own] = 0  # and its margin, are 0
-        return lower, upper
-
-    def basis(self, num_classes: int) -> FloatArray | None:
-        """The free directions of an expert's parameters ``(P, F)``; None where all are free but for the bounds."""
-        return None
 
     def _scores(self, logits: Tensor) -> Tensor:
         return self.map(logits)
@@ -180,19 +136,29 @@ class ExpertCalibrator(Calibrator):
 
     def cost(self, num_classes: int) -> FitCost:
         """That of the curvature."""
-        voxels = sample_voxels(self, num_classes, everything=True)
-        return curvature_cost(*self.shape(num_classes), voxels)
+        form = self.form(num_classes)
+        return curvature_cost(*form.shape, sample_voxels(form, everything=True))
 
     def fit_from(self, first: FirstPass, cases: CaseSet, start: Self | None = None) -> Self:
         """Fit to the sample of a first pass over the cases, starting from another fitted calibrator of this kind."""
         theta = None if start is None else torch.cat((start.weight, start.bias[:, :, None]), 2).numpy()
-        return self._become(cases, lambda trial: fit_exactly(trial, first, None, theta))
+        return self._become(cases, lambda trial: trial._fit_exactly(first, None, theta))
 
     def _fit(self, data: FitData) -> Fitted:
+        form, everything = self.form(data.cases.num_classes), data.voxels == "all"
         with blas_threads(1):
             if self.solver == "adam":
-                return fit_by_adam(self, data)
-            everything = data.voxels == "all"
-            voxels = sample_voxels(self, data.cases.num_classes, everything=everything)
-            first = FirstPass.over(data.cases, voxels, data.seed)
-            return fit_exactly(self, first, data.cases if everything else None)
+                theta, found = fit_by_adam(form, self._strengths, data, self.rate, self.patience)
+                self.set_parameters(theta)
+                return found
+            first = FirstPass.over(data.cases, sample_voxels(form, everything=everything), data.seed)
+            return self._fit_exactly(first, data.cases if everything else None)
+
+    def _fit_exactly(self, first: FirstPass, cases: CaseSet | None, start: NDArray[np.float64] | None = None) -> Fitted:
+        theta, found = fit_exactly(self.form(first.num_classes), self._strengths, first, cases, start)
+        self.set_parameters(theta)
+        return found
+
+    @property
+    def _strengths(self) -> Strengths:
+        return Strengths(self.off_diagonal, self.bias_penalty, self.shrinkage)

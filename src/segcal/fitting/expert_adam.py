@@ -7,25 +7,30 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from segcal.fitting.data import FitData, Fitted
-from segcal.fitting.expert_method import ExpertMethod
+from segcal.fitting.expert_form import ExpertForm
 from segcal.fitting.held_out import held_out_samples
-from segcal.fitting.penalty import odir
+from segcal.fitting.penalty import Strengths, odir
 from segcal.fitting.sampling import VoxelSample
-from segcal.kernels import ExpertMap, Features
+from segcal.kernels import ExpertMap
 from segcal.solvers import adam
+
+FloatArray = NDArray[np.float64]
 
 _VOXELS, _BATCH = 100_000, 20_000  # as many to validate on
 _SMALL = 1e-6  # what softplus makes of the zeros of the identity
 
 
-def fit_by_adam(calibrator: ExpertMethod, data: FitData) -> Fitted:
-    """Set the calibrator to the state of the lowest validation NLL; there is no certificate of an optimum."""
+def fit_by_adam(
+    form: ExpertForm, strengths: Strengths, data: FitData, learning_rate: float, patience: int
+) -> tuple[FloatArray, Fitted]:
+    """The theta of the lowest validation NLL, and the report; there is no certificate of an optimum."""
     samples = held_out_samples(data, _VOXELS)
-    first, sample = samples.first, samples.first.sample
-    module = _Experts(calibrator, first.num_classes)
+    sample = samples.first.sample
+    module = _Experts(form, strengths)
     weights = torch.from_numpy(sample.weights / sample.weights.mean()).float()
 
     def loss(index: Tensor) -> Tensor:
@@ -36,35 +41,22 @@ def fit_by_adam(calibrator: ExpertMethod, data: FitData) -> Fitted:
     def batches(generator: torch.Generator) -> Iterator[Tensor]:
         return iter(torch.split(torch.randperm(len(sample), generator=generator), _BATCH))
 
-    training = adam(
-        module,
-        loss,
-        batches,
-        lambda: _nll([samples.held_out], module.map()),
-        rate=calibrator.rate,
-        patience=calibrator.patience,
-        seed=data.seed,
-    )
+    def validation() -> float:
+        return _nll([samples.held_out], module.map())
+
+    training = adam(module, loss, batches, validation, rate=learning_rate, patience=patience, seed=data.seed)
     with torch.no_grad():
         mapping = module.map()
         before, after = _nll(samples.whole), _nll(samples.whole, mapping)
         theta = torch.cat((mapping.weight, mapping.bias[:, :, None]), 2).double().numpy()
     notes = [training.message, *samples.notes]
-    if calibrator.basis(first.num_classes) is None:  # Adam knows no upper bounds
-        theta = np.clip(theta, *calibrator.bounds(first.num_classes, len(theta)))
+    if form.basis is None:  # Adam knows no upper bounds
+        theta = np.clip(theta, *form.bounds)
     if after > before:
         notes.append("worse than the identity on the fit data, which is kept")
-        theta, after = calibrator.identity(first.num_classes), before
-    calibrator.set_parameters(theta)
-    return Fitted(
-        nll_before=before,
-        nll_after=after,
-        converged=training.converged,
-        certificate=math.nan,
-        iterations=training.iterations,
-        voxels_used=samples.voxels,
-        notes=notes,
-    )
+        theta, after = form.identity, before
+    found = Fitted(before, after, training.converged, math.nan, training.iterations, samples.voxels, notes)
+    return theta, found
 
 
 def _nll(samples: Sequence[VoxelSample], mapping: ExpertMap | None = None) -> float:
@@ -86,41 +78,38 @@ class _Experts(nn.Module):
     basis: Tensor | None
     odir: Tensor
 
-    def __init__(self, calibrator: ExpertMethod, num_classes: int) -> None:
+    def __init__(self, form: ExpertForm, strengths: Strengths) -> None:
         super().__init__()
-        self.features: Features = calibrator.features
-        self.constrained = calibrator.constrained
-        self.strengths = calibrator.off_diagonal, calibrator.bias_penalty, calibrator.shrinkage
-        identity = torch.from_numpy(calibrator.identity(num_classes)).float()
-        basis = calibrator.basis(num_classes)
-        lower, upper = calibrator.bounds(num_classes, len(identity))
+        self.form, self.strengths = form, strengths
+        identity = torch.from_numpy(form.identity).float()
+        lower, upper = form.bounds
+        basis = None if form.basis is None else torch.from_numpy(form.basis).float()
         self.register_buffer("free", torch.from_numpy(lower < upper).float())
         self.register_buffer("floor", torch.from_numpy(np.maximum(lower, 0.0)).float())
         self.register_buffer("centre", identity)
-        self.register_buffer("basis", None if basis is None else torch.from_numpy(basis).float())
-        if self.constrained:  # softplus(raw) = identity, and _SMALL where that is zero
+        self.register_buffer("basis", basis)
+        if form.constrained:  # softplus(raw) = identity, and _SMALL where that is zero
             raw = torch.log(torch.expm1(identity.clamp(min=_SMALL).double())).float()
         else:
             raw = torch.zeros(len(identity), identity[0].numel() if basis is None else basis.shape[1])
         self.raw = nn.Parameter(raw)
-        penalties = [
-            odir(num_classes, self.features, e, *self.strengths[:2]) / len(identity) for e in range(len(identity))
-        ]
+        experts = range(len(identity))
+        penalties = [odir(form.num_classes, form.features, e, *strengths[:2]) / len(identity) for e in experts]
         self.register_buffer("odir", torch.from_numpy(np.stack(penalties)).float())
 
     def theta(self) -> Tensor:
-        if self.constrained:
+        if self.form.constrained:
             return self.free * (self.floor + nn.functional.softplus(self.raw))
         moved = self.raw if self.basis is None else self.raw @ self.basis.T
         return self.centre + moved.view_as(self.centre)
 
     def map(self) -> ExpertMap:
         theta = self.theta()
-        return ExpertMap(self.features, theta[:, :, :-1], theta[:, :, -1])
+        return ExpertMap(self.form.features, theta[:, :, :-1], theta[:, :, -1])
 
     def penalty(self) -> Tensor:
         if not any(self.strengths):
             return torch.zeros(())
         difference = (self.theta() - self.centre).flatten(1)
         own = 0.5 * torch.einsum("ep,epq,eq->", difference, self.odir, difference)
-        return own + self.strengths[2] * (difference.square() * self.free.flatten(1)).sum() / self.free.sum()
+        return own + self.strengths.shrinkage * (difference.square() * self.free.flatten(1)).sum() / self.free.sum()

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segcal.cases import CaseSet
+from segcal.kernels import fast_maps
 from segcal.kernels.experts import ExpertMap, Features, describe
 
 FloatArray = NDArray[np.float64]
@@ -95,6 +97,45 @@ def expert_sums(
         return Sums(total.nll, total.gradient, total.products if curvature else None)
     second = [_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in total.products]
     return Sums(total.nll, total.gradient, np.stack(second) if curvature else None)
+
+
+def stream_sums(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool) -> Sums:
+    """NLL and gradient over every voxel of the cases; the fast loops cannot handle impossible classes."""
+    mapping = expert_map(theta, features)
+    nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
+    for case in cases:
+        for chunk in case.chunks():
+            valid = chunk.valid
+            if fast and fast_maps(chunk.logits) is not None:
+                from segcal.kernels.expert_cpu import expert_gradient
+
+                own_nll, own_gradient = expert_gradient(chunk.logits, chunk.labels, valid, mapping)
+            else:
+                z = chunk.logits.movedim(1, -1)[valid].cpu()
+                rows = Rows.of(z, chunk.labels[valid].cpu(), np.ones(len(z)), features, len(theta))
+                own_nll, own_gradient, _ = expert_sums(rows, theta, features)
+            nll += own_nll
+            gradient += own_gradient
+        del case
+    return Sums(nll, gradient, None)
+
+
+def stream_curvature(
+    cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int], threads: int
+) -> FloatArray:
+    """The curvature ``(E, P, P)`` of some experts, over every voxel of theirs."""
+    total = np.zeros((len(theta), theta[0].size, theta[0].size))
+    wanted = torch.tensor(experts)
+    for case in cases:
+        for chunk in case.chunks():
+            chosen = chunk.valid.cpu()
+            if len(theta) > 1:
+                chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), wanted)
+            z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
+            rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
+            total += expert_sums(rows, theta, features, curvature=True, experts=experts, threads=threads).curvature
+        del case
+    return total
 
 
 class RememberedSums:

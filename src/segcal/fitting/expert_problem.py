@@ -1,13 +1,21 @@
-"""The convex problem of fitting an expert map: what ``segcal.solvers`` ask of it."""
+"""The convex problem of fitting an expert map: value, gradient and curvature, of a sample or of all voxels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from segcal.fitting.expert_fit import Rows, Sums, expert_sums
+from segcal.cases import CaseSet
+from segcal.fitting.expert_fit import RememberedSums, Rows, Sums, expert_sums, stream_curvature, stream_sums
+from segcal.fitting.expert_form import ExpertForm
+from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.penalty import Quadratic
-from segcal.kernels.experts import Features
+from segcal.fitting.sampling import VoxelSample
+from segcal.solvers import Problem
 
 FloatArray = NDArray[np.float64]
 
@@ -16,62 +24,93 @@ class ExpertProblem:
     """Mean NLL plus penalties, as a function of the free parameters ``x`` of all experts.
 
     An expert's parameters are ``theta_e = basis @ x_e`` (or ``x_e`` itself), and every expert is a block of its own.
+    The objective is that of the sample of the first pass or, given cases that it does not cover, of all their voxels.
 
     Attributes:
-        shape: ``(E, K, J + 1)`` of theta.
-        basis: ``(P, F)``, or None where all parameters are free.
-        penalties: One for each expert, in theta.
-        total: Voxels that the sums stand for.
+        streaming: Whether every evaluation of the objective reads the cases.
+        blocks: The indices in ``x`` of every expert's parameters.
+        lower, upper: Bounds of ``x``.
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        features: Features,
-        basis: FloatArray | None,
-        penalties: list[Quadratic],
-        total: int,
-        threads: int,
+        self, form: ExpertForm, first: FirstPass, penalties: list[Quadratic], cases: CaseSet | None = None
     ) -> None:
-        self.shape, self.features, self.basis, self.penalties = shape, features, basis, penalties
-        self.total, self.threads = total, threads
-        self.parameters = shape[1] * shape[2]
-        self.free = self.parameters if basis is None else basis.shape[1]
+        self.form, self.first, self.penalties = form, first, penalties
+        self.basis, self.threads = form.basis, torch.get_num_threads()
+        self._cases = None if first.sample.complete else cases
+        self.streaming = self._cases is not None
+        experts, outputs, columns = form.shape
+        free = outputs * columns if self.basis is None else self.basis.shape[1]
+        self.blocks = list(np.arange(experts * free).reshape(experts, free))
+        self.lower, self.upper = (bound.ravel() for bound in form.bounds)
+        if self.basis is not None:
+            self.lower, self.upper = (
+                np.full(experts * free, self.lower.min()),
+                np.full(experts * free, self.upper.max()),
+            )
 
     def theta(self, x: FloatArray) -> FloatArray:
         """``(E, K, J + 1)`` of ``x (E F,)``."""
-        blocks = x.reshape(self.shape[0], self.free)
-        return (blocks if self.basis is None else blocks @ self.basis.T).reshape(self.shape)
+        blocks = x.reshape(len(self.blocks), -1)
+        return (blocks if self.basis is None else blocks @ self.basis.T).reshape(self.form.shape)
 
     def x(self, theta: FloatArray) -> FloatArray:
         """The ``x`` of a theta that the basis can express."""
-        blocks = theta.reshape(self.shape[0], -1)
+        blocks = theta.reshape(len(theta), -1)
         if self.basis is not None:
             blocks = np.linalg.lstsq(self.basis, blocks.T, rcond=None)[0].T
         return np.ascontiguousarray(blocks).ravel()
 
-    def with_curvature(self, rows: Rows, x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
-        """Values by expert, gradient and Hessians on these rows."""
-        sums = expert_sums(rows, self.theta(x), self.features, curvature=True, threads=self.threads)
-        values, gradient = self.combine(sums, x)
-        assert sums.curvature is not None
-        blocks = [self.hessian(e, own) for e, own in enumerate(sums.curvature)]
-        return values, gradient, blocks
+    def penalty(self, theta: FloatArray) -> float:
+        """The penalties of all experts."""
+        return sum(own.value(theta[e].ravel()) for e, own in enumerate(self.penalties))
 
-    def blocks(self) -> list[NDArray[np.int64]]:
-        """The places in ``x`` of every expert's parameters."""
-        return list(np.arange(self.shape[0] * self.free).reshape(self.shape[0], self.free))
+    def on(self, sample: VoxelSample) -> Problem:
+        """The objective on a sample: values by expert, gradient and Hessians."""
+        rows = self._all_rows.rows if sample is self.first.sample else self._rows(sample)
 
-    def hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
+        def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
+            sums = expert_sums(rows, self.theta(x), self.form.features, curvature=True, threads=self.threads)
+            assert sums.curvature is not None
+            return *self._combine(sums, x), [self._hessian(e, own) for e, own in enumerate(sums.curvature)]
+
+        return problem
+
+    def whole(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Values by expert and gradient of the objective."""
+        theta = self.theta(x)
+        if self._cases is None:
+            return self._combine(self._all_rows(theta), x)
+        return self._combine(stream_sums(self._cases, theta, self.form.features, fast=not self.first.impossible), x)
+
+    def curvature(self, x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
+        """Hessians of some experts."""
+        theta, features = self.theta(x), self.form.features
+        if self._cases is None:
+            rows = self._all_rows.rows
+            sums = expert_sums(rows, theta, features, curvature=True, experts=experts, threads=self.threads).curvature
+        else:
+            sums = stream_curvature(self._cases, theta, features, experts, self.threads)
+        assert sums is not None
+        return [self._hessian(e, sums[e]) for e in experts]
+
+    @cached_property
+    def _all_rows(self) -> RememberedSums:
+        return RememberedSums(self._rows(self.first.sample), self.form.features, self.threads)
+
+    def _rows(self, sample: VoxelSample) -> Rows:
+        return Rows.of(sample.logits, sample.labels, sample.weights, self.form.features, len(self.blocks))
+
+    def _hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
         """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""
-        hessian = curvature / self.total + self.penalties[expert].matrix
+        hessian = curvature / self.first.total + self.penalties[expert].matrix
         return hessian if self.basis is None else self.basis.T @ hessian @ self.basis
 
-    def combine(self, sums: Sums, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _combine(self, sums: Sums, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Values by expert ``(E,)`` and the gradient ``(E F,)``, penalties included."""
-        theta = self.theta(x).reshape(self.shape[0], -1)
-        values = sums.nll / self.total
-        gradient = sums.gradient.reshape(theta.shape) / self.total
+        theta = self.theta(x).reshape(len(self.blocks), -1)
+        values = sums.nll / self.first.total
+        gradient = sums.gradient.reshape(theta.shape) / self.first.total
         for e, penalty in enumerate(self.penalties):
             values[e] += penalty.value(theta[e])
             gradient[e] += penalty.gradient(theta[e])

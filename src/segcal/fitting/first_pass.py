@@ -28,13 +28,17 @@ _SCORES = 2**25
 
 @dataclass(frozen=True)
 class FirstPass:
-    """A sample, how many voxels have each true and each predicted class ``(C,)``, and the NLL of the identity."""
+    """A sample, how many voxels have each true and each predicted class ``(C,)``, and the NLL of the identity.
+
+    ``impossible`` says whether some class is impossible in some voxel.
+    """
 
     sample: VoxelSample
     true: NDArray[np.int64]
     predicted: NDArray[np.int64]
     nll: float
-    impossible: bool  # whether some class is, in some voxel
+    impossible: bool
+    class_names: tuple[str, ...]
 
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
@@ -56,7 +60,8 @@ class FirstPass:
         if impossible:
             sample = replace(sample, logits=only_possible(sample.logits))
         predicted = sample.sizes.reshape(cases.num_classes, -1).sum(1)
-        return cls(sample, true, predicted, nll / sample.total, impossible)
+        names = cases.class_names or tuple(str(k) for k in range(cases.num_classes))
+        return cls(sample, true, predicted, nll / sample.total, impossible, tuple(names))
 
     @property
     def num_classes(self) -> int:

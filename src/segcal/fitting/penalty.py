@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from segcal.kernels.experts import Features
 
 FloatArray = NDArray[np.float64]
+
+
+class Strengths(NamedTuple):
+    """Strengths of the penalties: ODIR on off-diagonal weights and on biases, shrinkage to temperature scaling."""
+
+    off_diagonal: float
+    bias: float
+    shrinkage: float
 
 
 class Quadratic:

@@ -66,7 +66,7 @@ class VoxelSample:
 
     def thin(self, voxels: int) -> VoxelSample:
         """The part of at most so many voxels with the lowest keys, shared equally by the strata."""
-        return self.take(_lowest(self.strata, self.keys, self.sizes, voxels))
+        return self if len(self) <= voxels else self.take(_lowest(self.strata, self.keys, self.sizes, voxels))
 
     def take(self, chosen: NDArray[np.int64]) -> VoxelSample:
         """The voxels with these indices."""
