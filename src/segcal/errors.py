@@ -1,24 +1,27 @@
-"""One error family. Every message says which case or argument, what came, what was expected, and what to do."""
+"""All errors of segcal. Every message names the case or argument, what came, what was expected, and what to do."""
 
 from __future__ import annotations
 
+import copyreg
 import difflib
+import importlib
 from collections.abc import Iterable
 from numbers import Integral
+from typing import Any
 
-#: The largest seed. Some libraries take 32 bits, and repeats count on from the seed.
+#: The largest seed. Some libraries accept only 32 bits, and repeat k of a study uses seed + k.
 MAX_SEED = 2**31 - 1
 
 
 class SegcalError(ValueError):
-    """Base of all errors segcal raises on purpose.
+    """Base class of all errors that segcal raises on purpose.
 
     Args:
         problem: What came, in one clause.
-        expected: What would have been right.
+        expected: What was expected.
         fix: What the user can do about it.
-        case: The case it happened in.
-        where: The file, folder or argument it happened in.
+        case: The case where it happened.
+        where: The file, folder or argument where it happened.
 
     Examples:
         >>> print(SegcalError("label 9", expected="0..5", fix="set ignore_index = 9", case="p01"))
@@ -37,9 +40,18 @@ class SegcalError(ValueError):
         self.problem, self.expected, self.fix, self.case, self.where = problem, expected, fix, case, where
         super().__init__(problem)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled without calling __init__, whose arguments differ from class to class: workers send errors back.
+        new = copyreg.__newobj__  # type: ignore[attr-defined]  # in no stub; pickle itself uses it
+        return new, (type(self), *self.args), self.__dict__
+
+    @property
+    def place(self) -> str:
+        """Case and file or argument, as far as they are known."""
+        return ", ".join(filter(None, (self.case and f"case '{self.case}'", self.where)))
+
     def __str__(self) -> str:
-        place = ", ".join(part for part in (f"case '{self.case}'" if self.case else "", self.where or "") if part)
-        text = f"{place}: {self.problem}" if place else self.problem
+        text = f"{self.place}: {self.problem}" if self.place else self.problem
         if self.expected:
             text += f"; expected {self.expected}"
         if self.fix:
@@ -47,7 +59,7 @@ class SegcalError(ValueError):
         return text if text.endswith((".", "?")) else text + "."
 
     def at(self, *, case: str | None = None, where: str | None = None) -> SegcalError:
-        """The same error with the place filled in where it was not known yet."""
+        """Fill in the case and the place where they are not known yet. Returns the error itself."""
         self.case, self.where = self.case or case, self.where or where
         return self
 
@@ -69,12 +81,12 @@ class OutputError(SegcalError):
 
 
 class WorkerError(SegcalError):
-    """A worker process was ended from outside."""
+    """A worker process was killed."""
 
     def __init__(self) -> None:
         super().__init__(
-            "a worker process died, probably for lack of memory",
-            fix="use fewer workers; commands with --resume go on where they stopped",
+            "a worker process died, probably because memory ran out",
+            fix="use fewer workers; commands with --resume continue where they stopped",
         )
 
 
@@ -85,8 +97,22 @@ class MissingExtraError(SegcalError, ImportError):
         super().__init__(f"{purpose} needs {library}, which is not installed", fix=f"pip install 'segcal[{extra}]'")
 
 
+def import_extra(library: str, extra: str, purpose: str) -> Any:
+    """Import a library that comes with an optional extra of segcal.
+
+    Examples:
+        >>> import_extra("no_such_library", "nifti", "reading NIfTI")
+        Traceback (most recent call last):
+        segcal.errors.MissingExtraError: reading NIfTI needs no_such_library, which is not installed...
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError:
+        raise MissingExtraError(library, extra, purpose) from None
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:
-    """What to say to a misspelt name.
+    """Suggest the known name that is closest to a misspelt one.
 
     Examples:
         >>> did_you_mean("CMSop", ["ts", "cms-ap", "cms-op"]), did_you_mean("xyz", ["ts"])
@@ -106,7 +132,7 @@ def check_name(
     where: str | None = None,
     error: type[SegcalError] = InputError,
 ) -> None:
-    """Raise unless a name is known: one way for methods, metrics, regions, presets, losses and choices.
+    """Raise unless a name is known. Used for methods, metrics, regions, presets, losses and other choices.
 
     Examples:
         >>> check_name("metric", "ece", ["nll", "ece"])
@@ -140,5 +166,5 @@ def check_whole(what: str, value: object, low: int, high: int | None = None) -> 
 
 
 def check_seed(seed: object) -> None:
-    """Raise unless this can be a seed of everything that draws."""
+    """Raise unless this is a whole number that every random generator accepts as a seed."""
     check_whole("seed", seed, 0, MAX_SEED)

@@ -4,10 +4,10 @@ import zlib
 import numpy as np
 import pytest
 
-from segcal.cases.formats import create_array, open_array
+from segcal.cases.formats import FORMATS, SCORE_FORMATS, create_array, open_array
 from segcal.errors import DataError, MissingExtraError, OutputError
 
-SCORE_FORMATS = ["npy", "npz", "nii", "nii.gz", "tif", "zarr", "h5"]
+ALL_FORMATS = [format.name for format in FORMATS]
 
 
 def write(path, array, **options):
@@ -32,7 +32,7 @@ def test_scores_come_back_bit_for_bit_whole_and_in_parts(tmp_path, format, shape
     assert [item.name for item in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("format", [*SCORE_FORMATS, "png"])
+@pytest.mark.parametrize("format", ALL_FORMATS)
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.bool_])
 def test_label_maps_and_masks_come_back(tmp_path, format, dtype):
     array = np.random.default_rng(1).integers(0, 2 if dtype == np.bool_ else 200, (9, 7)).astype(dtype)
@@ -107,7 +107,7 @@ def test_large_pngs_are_no_bombs(tmp_path, monkeypatch):
     assert open_array(tmp_path / "a.png").read().shape == (30, 40)
 
 
-@pytest.mark.parametrize("format", [*SCORE_FORMATS, "png"])
+@pytest.mark.parametrize("format", ALL_FORMATS)
 def test_truncated_files_are_named(tmp_path, format):
     path = tmp_path / f"a.{format}"
     array = np.random.default_rng(5).normal(size=(64, 64)).astype(np.float32)

@@ -364,7 +364,7 @@ def test_two_files_pickles_png_scores_and_mixed_folders(tmp_path):
     (root / "logits" / "member").rmdir()
     (root / "logits" / "case0.npy").unlink()
     Image.fromarray(labels(0)).save(root / "logits" / "case0.png")
-    expect_error(root, "PNG cannot hold scores", DataError)
+    expect_error(root, "png files cannot hold scores", DataError)
 
 
 def test_empty_and_absent_datasets(tmp_path):

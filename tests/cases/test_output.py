@@ -11,7 +11,7 @@ import segcal
 from datasets import labels, logits, plain, save_nifti, snapshot
 from segcal.calibrators import TemperatureScaling
 from segcal.cases import CaseRef, OutputFolder, ScoreWriter, write_dataset
-from segcal.cases.pack import FORMATS
+from segcal.cases.formats import SCORE_FORMATS
 from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.errors import DataError, InputError, OutputError
 from segcal.evaluation.apply import apply
@@ -32,7 +32,7 @@ def assert_same(a, b):
             assert x is None or torch.equal(x, y)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", SCORE_FORMATS)
 @pytest.mark.parametrize("size", [(24, 32), (6, 12, 16)])
 def test_every_format_gives_bit_identical_canonical_logits(tmp_path, format, size):
     cases = scenes(3, size=size, ignored=0.1)
@@ -147,11 +147,11 @@ def test_unwritable_output_and_unknown_choices(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         write_dataset(cases, tmp_path / "file" / "out")
-    with pytest.raises(InputError, match="format 'png'"):
+    with pytest.raises(InputError, match="format is 'png'"):
         write_dataset(cases, tmp_path / "out", format="png")
     with pytest.raises(InputError, match="no cases to write"):
         write_dataset(cases[:0], tmp_path / "out")
-    with pytest.raises(InputError, match="dtype 'int8'"):
+    with pytest.raises(InputError, match="dtype is 'int8'"):
         write_dataset(cases, tmp_path / "out", dtype="int8")
 
 
@@ -264,7 +264,7 @@ def test_a_link_in_the_folder_is_not_followed_out_of_it(tmp_path):
     assert snapshot(tmp_path / "elsewhere") == before
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", SCORE_FORMATS)
 @pytest.mark.parametrize("ignored", [0, 255, -1, -65536, -(2**31), 2**31, 2**40])
 def test_whatever_label_is_ignored_stays_ignored(tmp_path, format, ignored):
     root = plain(tmp_path / "in", count=2)

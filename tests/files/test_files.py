@@ -7,7 +7,7 @@ import pytest
 import segcal
 from datasets import plain, snapshot
 from segcal.cases import write_dataset
-from segcal.cases.pack import FORMATS
+from segcal.cases.formats import SCORE_FORMATS
 from segcal.errors import OutputError
 from segcal.evaluation.apply import apply
 from segcal.evaluation.maps import write_maps
@@ -155,7 +155,7 @@ def test_files_have_the_rights_that_the_umask_gives(tmp_path):
         calibrator.save(tmp_path / "cal.safetensors")
         UNet(1, 2, width=4, depth=2).save(tmp_path / "best.safetensors")
         checkpoint.save(tmp_path / "last.pt", {})
-        for format in FORMATS:
+        for format in SCORE_FORMATS:
             write_dataset(cases[:1], tmp_path / format, format=format)
         apply(calibrator, cases[:1], tmp_path / "applied", confidence=True)
         results = segcal.evaluate(cases, metrics=("nll",))

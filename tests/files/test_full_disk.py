@@ -13,8 +13,7 @@ import numpy as np, torch
 import segcal
 from segcal.evaluation.apply import apply
 from segcal.cases import write_dataset
-from segcal.cases.formats import create_array
-from segcal.cases.pack import FORMATS
+from segcal.cases.formats import SCORE_FORMATS, create_array
 from segcal.errors import OutputError
 from segcal.files.atomic import check_writable
 from segcal.training import checkpoint
@@ -37,7 +36,7 @@ def vectors(calibrator):
     calibrator.save(disk / "cal.safetensors")
 
 
-attempts = {f"array {format}": lambda format=format: array(format) for format in FORMATS}
+attempts = {f"array {format}": lambda format=format: array(format) for format in SCORE_FORMATS}
 attempts |= {f"pack {f}": lambda f=f: write_dataset(cases, disk / "packed", format=f) for f in ("npy", "zarr", "h5")}
 attempts["apply"] = lambda: apply(calibrator, cases, disk / "applied", confidence=True)
 attempts["network"] = lambda: UNet(1, 4, width=32, depth=3).save(disk / "best.safetensors")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from segcal.cases.config import SPACING_RANGE, DatasetConfig, is_spacing
-from segcal.cases.formats import Array, Geometry, open_array, split_suffix, suffix_of
+from segcal.cases.formats import SCORE_FORMATS, Array, Geometry, format_of, open_array, split_suffix
 from segcal.cases.layout import CaseFiles
 from segcal.cases.missing import check_scores, check_sums, check_values
 from segcal.cases.nnunet import connected_to_border
@@ -55,8 +55,12 @@ class DiskCase:
     def _orient_scores(self, path: Path) -> Oriented:
         scores = orient(path, 1, axes=self.config.axes, usual=SCORE_KEYS, key=self.config.key)
         file = scores.file
-        if suffix_of(path) == ".png":
-            raise DataError("PNG cannot hold scores", where=str(path), expected="npy, npz, nii.gz, tif, zarr or h5")
+        if (format := format_of(path)) and not format.scores:
+            raise DataError(
+                f"{format.name} files cannot hold scores",
+                where=str(path),
+                expected=f"one of {', '.join(SCORE_FORMATS)}",
+            )
         if self.kind == "logits" and file.key in ("probabilities", "probs", "softmax"):
             raise DataError(
                 f"declared as logits, but the array is named '{file.key}'",
@@ -70,7 +74,7 @@ class DiskCase:
         if self._label is not None:
             flat = len(file.shape) - len(self._label.shape) == 2
         else:
-            flat = self.files.prediction is not None and suffix_of(self.files.prediction) == ".png"
+            flat = self.files.prediction is not None and self.files.prediction.suffix.lower() == ".png"
         return Oriented(file, 1, scores.reverse, squeeze=flat and len(file.shape) > 3 and file.shape[1] == 1)
 
     def _check_shapes(self) -> None:
@@ -134,7 +138,8 @@ class DiskCase:
         """The spacing, after comparing the geometry of all files that have one."""
         known: list[tuple[Path, Geometry]] = []
         for path in (self.files.label, *self.files.members, self.files.prediction, self.files.mask, *self.files.images):
-            if path is None or suffix_of(path) not in (".nii", ".nii.gz"):
+            format = None if path is None else format_of(path)
+            if path is None or format is None or not format.geometry:
                 continue
             geometry = open_array(path).geometry
             assert geometry is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from segcal.cases.config import DatasetConfig
-from segcal.cases.formats import split_suffix, suffix_of
+from segcal.cases.formats import SCORE_FORMATS, format_of, split_suffix
 from segcal.errors import DataError, SegcalError
 from segcal.scores import KINDS
 
@@ -57,7 +57,7 @@ def find_plain(root: Path, config: DatasetConfig) -> Found:
     problems: list[SegcalError] = []
     notes: list[str] = []
     folder, config = _score_folder(root, config)
-    member_folders = [item for item in list_folder(folder, problems) if item.is_dir() and not suffix_of(item)]
+    member_folders = [item for item in list_folder(folder, problems) if item.is_dir() and not format_of(item)]
     loose = list_cases(folder, problems, None if member_folders else notes)
     if member_folders and loose:
         problems.append(
@@ -113,7 +113,7 @@ def list_cases(folder: Path, problems: list[SegcalError], notes: list[str] | Non
                     DataError(
                         f"{path.suffix} files are pickles, which segcal never loads",
                         where=str(path),
-                        expected="npy, npz, nii.gz, tif, zarr or h5",
+                        expected=f"a file of the format {', '.join(SCORE_FORMATS)}",
                         fix="save the array itself, e.g. numpy.save(file, tensor.numpy())",
                     )
                 )

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from segcal.cases.formats import ArrayFile, Stored, open_array, suffix_of
+from segcal.cases.formats import ArrayFile, Stored, format_of, open_array
 from segcal.cases.layout import CaseFiles
 from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS
 from segcal.errors import DataError, SegcalError
@@ -82,7 +82,7 @@ def missing_notes(cases: Sequence[CaseFiles]) -> list[str]:
 
 
 def _partial(path: Path, usual: tuple[str, ...]) -> Stored | None:
-    if suffix_of(path) == ".zarr":
+    if (format := format_of(path)) and format.sparse:
         with suppress(SegcalError):  # Whoever reads the file says what is wrong with it.
             stored = open_array(path, usual=usual).stored()
             return stored if stored and stored.missing else None

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import ndimage
 
 from segcal.cases.config import DatasetConfig, parse_config
-from segcal.cases.formats import Array, suffix_of
+from segcal.cases.formats import Array, split_suffix
 from segcal.cases.layout import CaseFiles, Found, attach, collect_members, list_folder
 from segcal.errors import DataError, SegcalError
 
@@ -73,8 +73,7 @@ def connected_to_border(background: Array) -> Array:
 
 def _scores(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
     """The npz files of a folder; the segmentations of the same name beside them are not scores."""
-    files = [path for path in list_folder(folder, problems) if suffix_of(path) == ".npz"]
-    return {path.stem: path for path in files}
+    return {path.stem: path for path in list_folder(folder, problems) if path.suffix.lower() == ".npz"}
 
 
 def _cross_validation(folds: list[Path], problems: list[SegcalError]) -> tuple[CaseFiles, ...]:
@@ -97,9 +96,10 @@ def _prediction(scores: Path, segmentations: dict[Path, dict[str, Path]]) -> Pat
     """The segmentation beside a score file; ``segmentations`` remembers the folders that were listed already."""
     folder = scores.parent
     if folder not in segmentations:
-        files = [path for path in list_folder(folder, []) if suffix_of(path) in _SEGMENTATIONS]
-        files.sort(key=lambda path: _SEGMENTATIONS.index(suffix_of(path)), reverse=True)
-        segmentations[folder] = {path.name[: -len(suffix_of(path))]: path for path in files}
+        named = [(split_suffix(path.name), path) for path in list_folder(folder, [])]
+        found = [(*parts, path) for parts, path in named if parts and parts[1].lower() in _SEGMENTATIONS]
+        found.sort(key=lambda item: _SEGMENTATIONS.index(item[1].lower()), reverse=True)
+        segmentations[folder] = {name: path for name, _, path in found}
     return segmentations[folder].get(scores.stem)
 
 

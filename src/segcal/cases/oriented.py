@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from segcal.cases.formats import Array, ArrayFile, open_array, suffix_of
+from segcal.cases.formats import Array, ArrayFile, format_of, open_array
 
-# The names by which arrays are looked for in files that hold several.
+# The usual names of arrays in files that hold several.
 SCORE_KEYS = ("probabilities", "logits", "probs", "softmax", "scores")
 LABEL_KEYS = ("labels", "label", "segmentation", "seg", "mask")
 MASK_KEYS = ("mask",)
 IMAGE_KEYS = ("image",)
-# Formats that say themselves which axis is which.
-_OWN_AXES = (".nii", ".nii.gz", ".png")
 
 
 @dataclass(frozen=True)
@@ -51,5 +49,5 @@ class Oriented:
 
 def orient(path: Path, leading: int, *, axes: str, usual: tuple[str, ...] = (), key: str | None = None) -> Oriented:
     """Open a file with ``leading`` channel axes; ``axes`` says how array files order the others."""
-    file = open_array(path, key=key, usual=usual)
-    return Oriented(file, leading, reverse=axes == "xyz" and suffix_of(path) not in _OWN_AXES)
+    file, format = open_array(path, key=key, usual=usual), format_of(path)
+    return Oriented(file, leading, reverse=axes == "xyz" and format is not None and not format.own_axes)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
 from segcal.cases.config import CONFIG_NAME, background_line
+from segcal.cases.formats import SCORE_FORMATS
 from segcal.cases.output import OutputFolder
 from segcal.cases.toml import toml_text, toml_texts
-from segcal.errors import DataError, InputError
+from segcal.errors import DataError, InputError, check_name
 from segcal.files.atomic import file_name
 from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
@@ -26,9 +27,6 @@ from segcal.types import Case, row_slices
 StoredType = Literal["float16", "float32"]
 # What the folder holds, for whoever wants to go on with it.
 DATASET = "a dataset"
-# Formats whose labels other programs read as integers of up to 32 bits.
-_AT_MOST_32_BITS = ("nii", "nii.gz", "tif")
-FORMATS = ("npy", "zarr", "npz", "nii.gz", "nii", "tif", "h5")
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,8 @@ def write_dataset(
         >>> report.cases, abs(report.nll_stored - report.nll_input) < 1e-4
         (2, True)
     """
-    if format not in FORMATS:
-        raise InputError(f"format '{format}'", where="format", expected="one of " + ", ".join(FORMATS))
-    if dtype not in ("float16", "float32"):
-        raise InputError(f"dtype '{dtype}'", where="dtype", expected="float16 or float32")
+    check_name("format", format, SCORE_FORMATS)
+    check_name("dtype", dtype, get_args(StoredType))
     if not len(cases):
         raise InputError("no cases to write", where="cases", expected="at least one")
     started = time.perf_counter()
@@ -159,7 +155,7 @@ class _LabelType(NamedTuple):
     @classmethod
     def of(cls, cases: CaseSet, format: str) -> _LabelType:
         """The smallest type that holds all labels; an ignored label that the format cannot hold becomes another."""
-        widest = np.iinfo(np.int32 if format in _AT_MOST_32_BITS else np.int64)
+        widest = np.iinfo(SCORE_FORMATS[format].widest_label)
         ignored, highest = cases.ignore_index, cases.num_classes - 1
         if not widest.min <= ignored <= widest.max:
             ignored = 255 if highest < 255 else -1

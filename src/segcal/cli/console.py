@@ -38,8 +38,7 @@ _LOOK = 1.0
 
 def show_error(error: SegcalError) -> None:
     """Print an error so that what, where and what to do stand apart."""
-    place = ", ".join(part for part in (f"case '{error.case}'" if error.case else "", error.where or "") if part)
-    err.print("[bold red]Error[/]" + (f" in {escape(place)}" if place else ""), soft_wrap=True)
+    err.print("[bold red]Error[/]" + (f" in {escape(error.place)}" if error.place else ""), soft_wrap=True)
     err.print(f"  {escape(error.problem)}", soft_wrap=True)
     if error.expected:
         err.print(f"  [dim]expected[/] {escape(error.expected)}", soft_wrap=True)

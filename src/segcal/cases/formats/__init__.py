@@ -1,69 +1,79 @@
-"""File formats by extension."""
+"""File formats by extension. A new one takes a module like those here, and a line in ``FORMATS``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from numpy.typing import DTypeLike
 
-from segcal.cases.formats.arrays import NpyFile, NpySink, NpzFile, NpzSink
-from segcal.cases.formats.base import (
-    SUFFIXES,
-    Array,
-    ArrayFile,
-    ArraySink,
-    Geometry,
-    Index,
-    Stored,
-    reading,
-    split_suffix,
-    suffix_of,
-)
-from segcal.cases.formats.hdf5 import H5File, H5Sink
-from segcal.cases.formats.nifti import NiftiFile, NiftiSink
-from segcal.cases.formats.png import PngFile, PngSink
-from segcal.cases.formats.tiff import TiffFile, TiffSink
-from segcal.cases.formats.zarr_store import ZarrFile, ZarrSink
-from segcal.errors import DataError, OutputError
+from segcal.cases.formats.arrays import NPY, NPZ
+from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Format, Geometry, Index, Stored, reading
+from segcal.cases.formats.hdf5 import HDF5
+from segcal.cases.formats.nifti import NIFTI, NIFTI_GZ
+from segcal.cases.formats.png import PNG
+from segcal.cases.formats.tiff import TIFF
+from segcal.cases.formats.zarr_store import ZARR
+from segcal.errors import DataError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path
 
 __all__ = [
-    "SUFFIXES",
+    "FORMATS",
+    "SCORE_FORMATS",
     "Array",
     "ArrayFile",
     "ArraySink",
+    "Format",
     "Geometry",
     "Index",
     "Stored",
     "create_array",
+    "format_of",
     "open_array",
     "split_suffix",
-    "suffix_of",
 ]
 
-_READERS: dict[str, Callable[[Path, str | None, Sequence[str]], ArrayFile]] = {
-    ".npy": NpyFile,
-    ".npz": NpzFile,
-    ".nii.gz": NiftiFile,
-    ".nii": NiftiFile,
-    ".png": PngFile,
-    ".tif": TiffFile,
-    ".tiff": TiffFile,
-    ".zarr": ZarrFile,
-    ".h5": H5File,
-    ".hdf5": H5File,
-}
+#: All formats; the order is that of help texts and messages.
+FORMATS: tuple[Format, ...] = (
+    NPY,
+    NPZ,
+    NIFTI_GZ,
+    NIFTI,
+    PNG,
+    TIFF,
+    ZARR,
+    HDF5,
+)
+#: Those that hold scores, by name.
+SCORE_FORMATS = {format.name: format for format in FORMATS if format.scores}
+_BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
+
+
+def split_suffix(name: str) -> tuple[str, str] | None:
+    """``scan.01.nii.gz`` to ``("scan.01", ".nii.gz")``; None if the format is not known.
+
+    Examples:
+        >>> split_suffix("scan.01.nii.gz"), split_suffix("SCAN.NII.GZ"), split_suffix("notes.txt")
+        (('scan.01', '.nii.gz'), ('SCAN', '.NII.GZ'), None)
+    """
+    for suffix in _BY_SUFFIX:
+        if name.lower().endswith(suffix) and len(name) > len(suffix):
+            return name[: -len(suffix)], name[-len(suffix) :]
+    return None
+
+
+def format_of(path: Path) -> Format | None:
+    """The format of a file by its name; None if it is not known."""
+    parts = split_suffix(path.name)
+    return _BY_SUFFIX[parts[1].lower()] if parts else None
 
 
 def open_array(path: Path, *, key: str | None = None, usual: Sequence[str] = ()) -> ArrayFile:
-    """Open an array file by its extension, reading its shape only."""
-    suffix = suffix_of(path)
-    if not suffix:
-        raise DataError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
+    """Open an array file by its extension. Reads only its shape and type."""
+    format = _known(path, DataError)
     with reading(path):
-        return _READERS[suffix](path, key, usual)
+        return format.reader(path, key, usual)
 
 
 @contextmanager
@@ -77,39 +87,20 @@ def create_array(
     geometry: Geometry | None = None,
     replace: bool = False,
 ) -> Iterator[ArraySink]:
-    """Write an array under a temporary name; it appears under its own once complete, or not at all.
+    """Write an array under a temporary name. The file appears under its own name once it is complete, or not at all.
 
-    Zarr shards along ``row_axis``; parts of whole rows are best. A zarr store is a folder, and another one that is
-    there is replaced only with ``replace``.
+    It is best written in parts of whole rows along ``row_axis``. A zarr store is a folder; with ``replace`` it takes
+    the place of an earlier one.
     """
-    suffix = suffix_of(path)
-    if not suffix:
-        raise OutputError("unknown format", where=str(path), expected="one of " + ", ".join(SUFFIXES))
-    with atomic_path(path, folder=suffix == ".zarr", replace=replace) as temporary:
-        sink = _sink(suffix, temporary, shape, dtype, row_axis, key, geometry)
+    format = _known(path, OutputError)
+    with atomic_path(path, folder=format.folder, replace=replace) as temporary:
+        sink = format.writer(temporary, shape, dtype, row_axis, key, geometry)
         yield sink
         sink.close()
 
 
-def _sink(
-    suffix: str,
-    path: Path,
-    shape: Sequence[int],
-    dtype: DTypeLike,
-    row_axis: int,
-    key: str,
-    geometry: Geometry | None,
-) -> ArraySink:
-    if suffix == ".npy":
-        return NpySink(path, shape, dtype)
-    if suffix == ".npz":
-        return NpzSink(path, shape, dtype, key)
-    if suffix in (".nii", ".nii.gz"):
-        return NiftiSink(path, shape, dtype, geometry)
-    if suffix == ".png":
-        return PngSink(path, shape, dtype)
-    if suffix in (".tif", ".tiff"):
-        return TiffSink(path, shape, dtype)
-    if suffix == ".zarr":
-        return ZarrSink(path, shape, dtype, row_axis)
-    return H5Sink(path, shape, dtype, key)
+def _known(path: Path, error: type[SegcalError]) -> Format:
+    format = format_of(path)
+    if format is None:
+        raise error("unknown format", where=str(path), expected="one of " + ", ".join(_BY_SUFFIX))
+    return format

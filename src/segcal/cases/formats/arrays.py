@@ -1,4 +1,4 @@
-"""NumPy files: npy is memory-mapped and read in parts; npz is nnU-Net's format, read as a whole."""
+"""NumPy files: npy is memory-mapped and read in parts; npz, the format of nnU-Net, is read as a whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
-from numpy.typing import DTypeLike
 
 from segcal.cases.formats.base import (
     DEFLATE_RATIO,
     Array,
     ArrayFile,
     ArraySink,
+    Format,
     Index,
     WholeFile,
     WholeSink,
@@ -56,8 +56,8 @@ class NpyFile(ArrayFile):
         require_length(self._offset + math.prod(shape) * dtype.itemsize, path.stat().st_size, exactly=True)
 
     def _read(self, index: Index) -> Array:
-        # Mapped anew for each part: pages of a long-lived map would pile up in the process's resident memory. Mapped
-        # copy-on-write, because torch warns of arrays that cannot be written.
+        # Mapped again for each part: the pages of a long-lived map would add up in resident memory. Mapped
+        # copy-on-write because torch warns about read-only arrays.
         mapped: Array = np.memmap(self.path, self.dtype, "c", self._offset, self.shape, self._order)
         return np.asarray(mapped)[index]
 
@@ -65,20 +65,19 @@ class NpyFile(ArrayFile):
 class NpySink(ArraySink):
     """Writes an npy file in parts."""
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
-        super().__init__(path, shape, dtype)
+    def _begin(self) -> None:
         header = {"descr": npy_format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": self.shape}
-        with path.open("wb") as file:
+        with self.path.open("wb") as file:
             npy_format.write_array_header_1_0(file, header)
             reserve(file, math.prod(self.shape) * self.dtype.itemsize)
 
     def write(self, index: Index, block: Array) -> None:
-        """Store a part; mapped anew each time for the reason given in ``NpyFile``."""
+        """Store a part; mapped again each time, as in ``NpyFile``."""
         npy_format.open_memmap(self.path, mode="r+")[index] = block
 
 
 class NpzFile(WholeFile):
-    """One array of an npz archive; zip's checksum is verified."""
+    """One array of an npz archive, with the checksum of zip verified."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         with zipfile.ZipFile(path) as archive:
@@ -104,10 +103,11 @@ class NpzFile(WholeFile):
 class NpzSink(WholeSink):
     """Writes one array as a compressed npz archive, as nnU-Net does."""
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike, key: str) -> None:
-        super().__init__(path, shape, dtype)
-        self.key = key
-
-    def _encode(self) -> None:
+    def close(self) -> None:
+        """Write the file."""
         with self.path.open("wb") as file:
             np.savez_compressed(file, **{self.key: self.array})  # type: ignore[arg-type]
+
+
+NPY = Format((".npy",), NpyFile, NpySink)
+NPZ = Format((".npz",), NpzFile, NpzSink)

@@ -1,4 +1,4 @@
-"""What every file format offers: an array whose parts can be read, and a sink whose parts can be written.
+"""What a file format is: an array that can be read in parts, a sink that can be written in parts, and some facts.
 
 Axes are canonical on this side: scores ``(C, *spatial)``, labels ``(*spatial)``, volumes ``(z, y, x)``.
 Nothing is ever unpickled.
@@ -7,7 +7,7 @@ Nothing is ever unpickled.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from gzip import GzipFile
@@ -17,40 +17,20 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from segcal.errors import DataError, SegcalError
+from segcal.errors import DataError, SegcalError, import_extra
 
 Array = NDArray[Any]
 Index = tuple[slice, ...]
 
-SUFFIXES = (".npy", ".npz", ".nii.gz", ".nii", ".png", ".tif", ".tiff", ".zarr", ".h5", ".hdf5")
-# Deflate (gzip, zip, png, tif) cannot shrink anything more than this: whatever claims more than its file can hold lies.
+# The highest compression ratio of deflate (gzip, zip, png, tif). A header that claims more is wrong.
 DEFLATE_RATIO = 1032
-# Bytes decompressed at a time: memory grows with what is really there, not with what a header claims.
+# Bytes decompressed at a time: memory grows with what the file holds, not with what its header claims.
 _BLOCK = 2**20
-
-
-def split_suffix(name: str) -> tuple[str, str] | None:
-    """``scan.01.nii.gz`` to ``("scan.01", ".nii.gz")``; None for names of no known format.
-
-    Examples:
-        >>> split_suffix("scan.01.nii.gz"), split_suffix("SCAN.NII.GZ"), split_suffix("notes.txt")
-        (('scan.01', '.nii.gz'), ('SCAN', '.NII.GZ'), None)
-    """
-    for suffix in SUFFIXES:
-        if name.lower().endswith(suffix) and len(name) > len(suffix):
-            return name[: -len(suffix)], name[-len(suffix) :]
-    return None
-
-
-def suffix_of(path: Path) -> str:
-    """The format of a file by its name, in lower case; empty for names of no known format."""
-    parts = split_suffix(path.name)
-    return parts[1].lower() if parts else ""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a NIfTI volume lies in space: affine, voxel size along the file's axes, and the header to write back."""
+    """Where a volume lies in space: affine, voxel size along the file's axes, and the header to write back."""
 
     affine: Array
     zooms: tuple[float, ...]
@@ -63,14 +43,12 @@ class Stored:
 
     chunks: int
     there: int
-    fill: float = 0
-    """What the others read as."""
-    sparse: bool = False
-    """Whether the format leaves out chunks that hold nothing but ``fill``; otherwise missing ones were not written."""
+    fill: float = 0  # the value that missing chunks read as
+    sparse: bool = False  # whether a chunk may be missing because it holds nothing but ``fill``
 
     @property
     def missing(self) -> int:
-        """Chunks that are not there."""
+        """Chunks that are not on disk."""
         return self.chunks - self.there
 
 
@@ -80,7 +58,7 @@ class ArrayFile(ABC):
     sliceable = False
     geometry: Geometry | None = None
     key: str | None = None
-    chunk: tuple[int, ...] | None = None  # what is stored, and decoded, together
+    chunk: tuple[int, ...] | None = None  # shape of the blocks that are stored and decoded as one
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
         self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
@@ -99,7 +77,7 @@ class ArrayFile(ABC):
     def _read(self, index: Index) -> Array: ...
 
     def stored(self) -> Stored | None:
-        """What is on disk of a chunked store, which can lose a part and still open; None for other files."""
+        """Which chunks are on disk; None for formats without chunks. A store that lost some can still be opened."""
         with reading(self.path):
             return self._stored()
 
@@ -107,7 +85,7 @@ class ArrayFile(ABC):
         return None
 
     def holds_fill(self) -> bool:
-        """Whether a chunk of nothing but the fill value is stored."""
+        """Whether some stored chunk holds nothing but the fill value."""
         with reading(self.path):
             return self._holds_fill()
 
@@ -115,12 +93,12 @@ class ArrayFile(ABC):
         return False
 
     def forget(self) -> None:  # noqa: B027 - only files decoded as a whole keep anything
-        """Drop what was decoded."""
+        """Free what was decoded."""
 
     def read(self, index: Index | None = None) -> Array:
         """The part of the array at ``index`` (one slice per axis; all of it by default), in the machine's byte order.
 
-        It may be a view of what is mapped or kept: copy it to keep or change it.
+        The result may be a view of a mapped file or of a kept array: copy it before you keep or change it.
         """
         with reading(self.path):
             part = self._read(index or (slice(None),) * len(self.shape))
@@ -128,7 +106,7 @@ class ArrayFile(ABC):
 
 
 class WholeFile(ArrayFile):
-    """A file that must be decoded as a whole; it is decoded once and kept as long as this object lives."""
+    """A file that must be decoded as a whole. It is decoded once and kept until ``forget``."""
 
     _array: Array | None = None
 
@@ -141,15 +119,32 @@ class WholeFile(ArrayFile):
         return self._array[index]
 
     def forget(self) -> None:
-        """Drop what was decoded."""
+        """Free what was decoded."""
         self._array = None
 
 
 class ArraySink(ABC):
-    """An array being written part by part. The caller renames the finished file into place."""
+    """An array that is written part by part. The caller renames the finished file into place.
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
+    Args:
+        path: The file to write.
+        shape: The shape of the whole array.
+        dtype: Its type.
+        row_axis: The axis along which parts are written.
+        key: The name of the array, in formats that name arrays.
+        geometry: Where the array lies in space, in formats that say so.
+    """
+
+    def __init__(
+        self, path: Path, shape: Sequence[int], dtype: DTypeLike, row_axis: int, key: str, geometry: Geometry | None
+    ) -> None:
         self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
+        self.row_axis, self.key, self.geometry = row_axis, key, geometry
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Create the file, or whatever parts are stored in."""
 
     @abstractmethod
     def write(self, index: Index, block: Array) -> None:
@@ -160,29 +155,61 @@ class ArraySink(ABC):
 
 
 class WholeSink(ArraySink):
-    """A sink for formats that are encoded as a whole, at the end."""
+    """A sink for formats that are encoded as a whole: ``close`` writes the file."""
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
-        super().__init__(path, shape, dtype)
+    def _begin(self) -> None:
         self.array = np.zeros(self.shape, self.dtype)
 
     def write(self, index: Index, block: Array) -> None:
         """Keep a part until the end."""
         self.array[index] = block
 
-    @abstractmethod
-    def _encode(self) -> None: ...
 
-    def close(self) -> None:
-        """Encode the file."""
-        self._encode()
+@dataclass(frozen=True)
+class Format:
+    """A file format. Adding one takes a module with such an object and a line in ``segcal.cases.formats``.
+
+    Attributes:
+        suffixes: How its files end, in lower case; new files get the first.
+        reader: Opens a file, given its path, the declared name of the array, and the usual names.
+        writer: Writes a file.
+        scores: Whether it holds scores: floating-point arrays of any rank. Labels, masks and images every format holds.
+        widest_label: The widest type of labels that other programs read.
+        own_axes: Whether its files say which axis is which, so that ``axes`` of ``segcal.toml`` does not matter.
+        geometry: Whether its files say where a volume lies in space.
+        folder: Whether a file is really a folder.
+        sparse: Whether chunks that hold nothing but the fill value may be left out.
+        library: The library that it needs beyond those of a plain installation.
+        extra: The extra of segcal that installs this library.
+    """
+
+    suffixes: tuple[str, ...]
+    reader: Callable[[Path, str | None, Sequence[str]], ArrayFile]
+    writer: type[ArraySink]
+    scores: bool = True
+    widest_label: type[np.signedinteger[Any]] = np.int64
+    own_axes: bool = False
+    geometry: bool = False
+    folder: bool = False
+    sparse: bool = False
+    library: str = ""
+    extra: str = ""
+
+    @property
+    def name(self) -> str:
+        """What users call it: the suffix of new files, without its dot."""
+        return self.suffixes[0][1:]
+
+    def import_library(self) -> Any:
+        """Import its library; the error names the extra that installs it."""
+        return import_extra(self.library, self.extra, f"reading and writing {self.name} files")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a library says of a bad file into one clear error that names the file.
+    """Turn whatever a library raises on a bad file into one clear error that names the file.
 
-    The libraries raise errors of every kind on damaged files, so all are caught; running out of memory, too.
+    Libraries raise errors of every kind on damaged files, so all are caught, running out of memory included.
     """
     try:
         yield
@@ -194,26 +221,26 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(
             f"cannot be read ({type(error).__name__}: {error})",
             where=str(path),
-            expected=f"a complete {suffix_of(path)} file",
+            expected="a complete file",
             fix="it may be truncated or of another format: write or copy it again",
         ) from error
 
 
 def damaged(problem: str) -> DataError:
-    """What is said of a file that contradicts itself."""
+    """The error of a file that contradicts itself."""
     return DataError(
         f"is damaged: {problem}", expected="a complete file with matching checksums", fix="write or copy it again"
     )
 
 
 def require_length(claimed: int, there: int, *, exactly: bool = False) -> None:
-    """Raise if a header claims more bytes than its file can hold, or, with ``exactly``, fewer than it does."""
+    """Raise if a header claims more bytes than its file can hold or, with ``exactly``, any other number than it has."""
     if claimed > there or (exactly and claimed != there):
         raise damaged(f"its header claims {claimed:,} bytes, the file has {there:,}")
 
 
 def read_to_end(stream: IO[bytes] | GzipFile, size: int) -> Array:
-    """``size`` bytes of a compressed stream; the rest is read too, because the checksum stands at the end."""
+    """Read ``size`` bytes of a compressed stream, then the rest of it: the checksum comes at the end."""
     data = np.empty(size, np.uint8)
     done = 0
     while done < size and (part := stream.read(min(_BLOCK, size - done))):
@@ -227,7 +254,7 @@ def read_to_end(stream: IO[bytes] | GzipFile, size: int) -> Array:
 
 
 def pickled() -> DataError:
-    """The refusal of pickles and object arrays."""
+    """The error of pickles and object arrays."""
     return DataError(
         "holds Python objects (a pickle)",
         expected="a plain numeric array",
@@ -236,7 +263,7 @@ def pickled() -> DataError:
 
 
 def pick_key(keys: Sequence[str], wanted: str | None, usual: Sequence[str]) -> str:
-    """Which array of a file with several: the declared one, the only one, or the one of a usual name."""
+    """Choose an array of a file that may hold several: the declared one, the only one, or the one with a usual name."""
     if wanted is not None and wanted in keys:
         return wanted
     if wanted is None and len(keys) == 1:

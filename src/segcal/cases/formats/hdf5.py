@@ -1,26 +1,15 @@
-"""HDF5: datasets whose parts are read alone."""
+"""HDF5: datasets are read and written in parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Index, Stored, pick_key, require_length
-from segcal.errors import MissingExtraError
+from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Format, Index, Stored, pick_key, require_length
 from segcal.files.atomic import reserve
-
-
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise MissingExtraError("h5py", "h5", "reading and writing HDF5") from None
-    return h5py
 
 
 class H5File(ArrayFile):
@@ -29,7 +18,7 @@ class H5File(ArrayFile):
     sliceable = True
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
-        with _h5py().File(path, "r") as file:
+        with HDF5.import_library().File(path, "r") as file:
             names: list[str] = []
             file.visititems(lambda name, node: names.append(name) if hasattr(node, "dtype") else None)
             self.key = pick_key(names, key, usual)
@@ -40,10 +29,10 @@ class H5File(ArrayFile):
         require_length(contiguous_end, path.stat().st_size)
 
     def _stored(self) -> Stored:
-        """The chunks on disk. HDF5 leaves out none that was written."""
-        with _h5py().File(self.path, "r") as file:
+        """Which chunks are on disk. HDF5 stores every chunk that was written."""
+        with HDF5.import_library().File(self.path, "r") as file:
             data = file[self.key]
-            if data.is_virtual:  # Made of other files; those that are not there read as the fill value.
+            if data.is_virtual:  # It refers to other files, and a missing one reads as the fill value.
                 sources = {source.file_name for source in data.virtual_sources()}
                 there = [name for name in sources if name == "." or (self.path.parent / name).is_file()]
                 return Stored(len(sources), len(there))
@@ -53,29 +42,27 @@ class H5File(ArrayFile):
             return Stored(wanted, data.id.get_num_chunks(), data.fillvalue.item())
 
     def _read(self, index: Index) -> Array:
-        with _h5py().File(self.path, "r") as file:
+        with HDF5.import_library().File(self.path, "r") as file:
             return np.asarray(file[self.key][index])
 
 
 class H5Sink(ArraySink):
     """Writes one HDF5 dataset in parts."""
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike, key: str) -> None:
-        super().__init__(path, shape, dtype)
-        h5py = _h5py()
-        size = math.prod(self.shape) * self.dtype.itemsize
-        # On a full disk HDF5 can neither write nor close a file: so it gets all space before it writes a value.
-        with path.open("wb") as file:
-            reserve(file, size)
+    def _begin(self) -> None:
+        h5py = HDF5.import_library()
+        # On a full disk HDF5 can neither write nor close a file, so all space is reserved before the first write.
+        with self.path.open("wb") as file:
+            reserve(file, math.prod(self.shape) * self.dtype.itemsize)
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        with h5py.File(path, "w") as new:
-            new.create_dataset(key, self.shape, self.dtype, dcpl=layout)
-        with path.open("r+b") as file:
-            reserve(file, path.stat().st_size)
-        self._file = h5py.File(path, "r+")
-        self._data = self._file[key]
+        with h5py.File(self.path, "w") as new:
+            new.create_dataset(self.key, self.shape, self.dtype, dcpl=layout)
+        with self.path.open("r+b") as file:
+            reserve(file, self.path.stat().st_size)
+        self._file = h5py.File(self.path, "r+")
+        self._data = self._file[self.key]
 
     def write(self, index: Index, block: Array) -> None:
         """Store a part."""
@@ -84,3 +71,6 @@ class H5Sink(ArraySink):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+HDF5 = Format((".h5", ".hdf5"), H5File, H5Sink, library="h5py", extra="h5")

@@ -1,45 +1,36 @@
-"""NIfTI volumes, through nibabel. Files hold ``(x, y, z[, C])``; on this side they are ``([C,] z, y, x)``."""
+"""NIfTI volumes, read and written with nibabel. Files hold ``(x, y, z[, C])``, arrays here ``([C,] z, y, x)``."""
 
 from __future__ import annotations
 
 import gzip
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from segcal.cases.formats.base import (
     DEFLATE_RATIO,
     Array,
+    Format,
     Geometry,
     Index,
     WholeFile,
     WholeSink,
     read_to_end,
     require_length,
-    suffix_of,
 )
-from segcal.errors import MissingExtraError
-
-
-def _nibabel() -> Any:
-    try:
-        import nibabel
-    except ImportError:
-        raise MissingExtraError("nibabel", "nifti", "reading and writing NIfTI") from None
-    return nibabel
 
 
 class NiftiFile(WholeFile):
-    """A NIfTI file; uncompressed ones are read in parts, compressed ones as a whole, to the checksum at their end."""
+    """A NIfTI file. Uncompressed ones are read in parts, compressed ones as a whole, with their checksum verified."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
-        self._image = _nibabel().load(path)
+        self._image = NIFTI.import_library().load(path)
         super().__init__(path, self._image.shape[::-1], _stored_dtype(self._image))
-        self.sliceable = suffix_of(path) == ".nii"
+        self.sliceable = path.suffix.lower() == ".nii"
         stored, length = self._image.dataobj, path.stat().st_size
         self._bytes = math.prod(self.shape) * np.dtype(stored.dtype).itemsize
         require_length(stored.offset + self._bytes, length if self.sliceable else DEFLATE_RATIO * length)
@@ -53,12 +44,13 @@ class NiftiFile(WholeFile):
         return super()._read(index)
 
     def _decode(self) -> Array:
-        # nibabel stops reading at the last voxel and so never sees the checksum.
+        # nibabel stops reading at the last voxel, before the checksum.
+        apply_scaling = NIFTI.import_library().volumeutils.apply_read_scaling
         stored = self._image.dataobj
         with gzip.open(self.path) as stream:
             stream.seek(stored.offset)
             values = read_to_end(stream, self._bytes).view(stored.dtype).reshape(stored.shape, order="F")
-        scaled = _nibabel().volumeutils.apply_read_scaling(values, np.float64(stored.slope), np.float64(stored.inter))
+        scaled = apply_scaling(values, np.float64(stored.slope), np.float64(stored.inter))
         array: Array = scaled.astype(self.dtype, copy=False).T
         return array
 
@@ -70,16 +62,29 @@ def _stored_dtype(image: Any) -> np.dtype[Any]:
 
 
 class NiftiSink(WholeSink):
-    """Writes a NIfTI file with the geometry of another one, or with unit spacing where there is none."""
+    """Writes a NIfTI file with the geometry of another one, or with unit spacing if there is none."""
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike, geometry: Geometry | None) -> None:
+    def _begin(self) -> None:
         # NIfTI has no half precision and no booleans.
-        dtype = {"float16": np.float32, "bool": np.uint8}.get(np.dtype(dtype).name, dtype)
-        super().__init__(path, shape, dtype)
-        self.geometry = geometry
+        self.dtype = np.dtype({"float16": np.float32, "bool": np.uint8}.get(self.dtype.name, self.dtype))
+        super()._begin()
 
-    def _encode(self) -> None:
+    def close(self) -> None:
+        """Write the file."""
         affine, header = (self.geometry.affine, self.geometry.header) if self.geometry else (np.eye(4), None)
-        image = _nibabel().Nifti1Image(self.array.T, affine, header, dtype=self.dtype)
+        image = NIFTI.import_library().Nifti1Image(self.array.T, affine, header, dtype=self.dtype)
         image.header.set_slope_inter(1, 0)
         image.to_filename(self.path)
+
+
+NIFTI_GZ = Format(
+    (".nii.gz",),
+    NiftiFile,
+    NiftiSink,
+    widest_label=np.int32,
+    own_axes=True,
+    geometry=True,
+    library="nibabel",
+    extra="nifti",
+)
+NIFTI = replace(NIFTI_GZ, suffixes=(".nii",))

@@ -1,4 +1,4 @@
-"""PNG through Pillow. Colour channels come first on this side: ``(channels, height, width)``."""
+"""PNG, read and written with Pillow. Colour channels come first in arrays here: ``(channels, height, width)``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from segcal.cases.formats.base import DEFLATE_RATIO, Array, WholeFile, WholeSink, damaged, require_length
+from segcal.cases.formats.base import DEFLATE_RATIO, Array, Format, WholeFile, WholeSink, damaged, require_length
 from segcal.errors import DataError, OutputError
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# Pillow stretches grey values of fewer than 8 bits to 0..255, by these factors.
+# Pillow multiplies grey values of 2 and 4 bits by these factors, to fill the range 0..255.
 _STRETCHED = {2: 85, 4: 17}
 
 
@@ -29,12 +28,12 @@ class _PngHeader(NamedTuple):
 
     @property
     def stretched(self) -> int:
-        """What Pillow multiplies the stored values with."""
+        """The factor by which Pillow multiplies the stored values."""
         return _STRETCHED.get(self.depth, 1) if self.colour == 0 else 1
 
 
 class PngFile(WholeFile):
-    """A PNG: a label map (palette images give their indices), a mask or an image, in the values that are stored."""
+    """A PNG: a label map, a mask or an image, with the values as stored. Palette images give their indices."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         with path.open("rb") as file:
@@ -51,7 +50,7 @@ class PngFile(WholeFile):
 
     def _decode(self) -> Array:
         _check_png(self.path)
-        # Not Image.open: it refuses large images for fear of bombs, whose size was compared with the file's already.
+        # Not Image.open, which refuses large images as possible decompression bombs: the size was checked already.
         with PngImageFile(self.path) as image:
             array = np.asarray(image)
         if self._header.stretched > 1:
@@ -71,7 +70,7 @@ def _png_header(start: bytes) -> _PngHeader:
 
 
 def _check_png(path: Path) -> None:
-    """Verify the checksum of every chunk, which Pillow leaves out where the values are."""
+    """Verify the checksum of every chunk. Pillow does not check those of the pixel data."""
     data = memoryview(path.read_bytes())
     position, name = len(_PNG_SIGNATURE), b""
     while name != b"IEND":
@@ -88,16 +87,20 @@ def _check_png(path: Path) -> None:
 class PngSink(WholeSink):
     """Writes a label map, a mask or an RGB image as PNG."""
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
-        super().__init__(path, shape, dtype)
+    def _begin(self) -> None:
+        super()._begin()
         if self.dtype not in (np.uint8, np.uint16, np.bool_) or len(self.shape) not in (2, 3):
             raise OutputError(
                 f"a {self.dtype} array of shape {self.shape} does not fit a PNG",
-                where=str(path),
+                where=str(self.path),
                 expected="a 2D label map or image of 8 or 16 bits",
-                fix="choose npy, npz, nii.gz, tif, zarr or h5",
+                fix="choose a format that holds any array, such as npy",
             )
 
-    def _encode(self) -> None:
+    def close(self) -> None:
+        """Write the file."""
         array = np.moveaxis(self.array, 0, -1) if self.array.ndim == 3 else self.array
         Image.fromarray(array).save(self.path, "PNG")
+
+
+PNG = Format((".png",), PngFile, PngSink, scores=False, own_axes=True)

@@ -1,4 +1,4 @@
-"""TIFF through tifffile. Colour channels come first on this side: ``(channels, height, width)``."""
+"""TIFF, read and written with tifffile. Colour channels come first in arrays here: ``(channels, height, width)``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import tifffile
 from PIL import ImageSequence
 from PIL.TiffImagePlugin import TiffImageFile
 
-from segcal.cases.formats.base import DEFLATE_RATIO, Array, WholeFile, WholeSink, damaged, require_length
+from segcal.cases.formats.base import DEFLATE_RATIO, Array, Format, WholeFile, WholeSink, damaged, require_length
 from segcal.errors import DataError
 
+# Codes of TIFF's compression tag.
 _UNCOMPRESSED, _DEFLATE = (1,), (8, 32946)
 
 
@@ -29,7 +30,7 @@ class TiffFile(WholeFile):
             self._channels_last = series.axes.endswith("S") and series.ndim > 2
             shape = (series.shape[-1], *series.shape[:-1]) if self._channels_last else series.shape
             dtype, keyframe = np.dtype(series.dtype), series.keyframe
-            # Pillow would turn "white is zero" around and stretch what has fewer than 8 bits.
+            # Pillow would invert images where white is zero, and stretch values of fewer than 8 bits.
             self._pillow_keeps = keyframe.photometric != 0 and keyframe.bitspersample in (8, 16, 32)
             if series.dataoffset is not None:
                 require_length(series.dataoffset + math.prod(shape) * dtype.itemsize, path.stat().st_size)
@@ -49,7 +50,7 @@ class TiffFile(WholeFile):
         return np.moveaxis(array, -1, 0) if self._channels_last else array
 
     def _decode_pages(self) -> Array:
-        """tifffile leaves LZW and JPEG to a large package; Pillow, which is here anyway, decodes them page by page."""
+        """Decode page by page with Pillow: for LZW and JPEG, tifffile needs a large package of its own."""
         with TiffImageFile(self.path) as image:
             array = np.stack([np.asarray(page) for page in ImageSequence.Iterator(image)])
         if array.size != math.prod(self._stacked) or array.dtype != self.dtype:
@@ -62,7 +63,7 @@ class TiffFile(WholeFile):
 
 
 def _check_chain(tiff: Any, length: int) -> None:
-    """Raise if the pages do not follow each other to an end: tifffile walks circles for hours and drops lost pages."""
+    """Raise if the list of pages has a loop or leads out of the file: tifffile follows loops and drops lost pages."""
     layout, handle = tiff.tiff, tiff.filehandle
     handle.seek(8 if layout.offsetsize == 8 else 4)
     seen: set[int] = set()
@@ -82,7 +83,7 @@ def _number(data: bytes, order: str, size: int) -> int:
 
 
 def _check_segments(page: Any, length: int) -> None:
-    """Raise if strips or tiles of a page are not in the file: tifffile reads them as zeros."""
+    """Raise if strips or tiles of a page are missing from the file: tifffile would read them as zeros."""
     if page is None or not all(page.databytecounts) or not page.databytecounts:
         raise damaged("strips or tiles are missing")
     ends = (start + count for start, count in zip(page.dataoffsets, page.databytecounts, strict=True))
@@ -98,6 +99,10 @@ def _check_segments(page: Any, length: int) -> None:
 class TiffSink(WholeSink):
     """Writes an array of any rank as TIFF, deflated."""
 
-    def _encode(self) -> None:
+    def close(self) -> None:
+        """Write the file."""
         array = self.array.astype(np.uint8) if self.dtype == np.bool_ else self.array
         tifffile.imwrite(self.path, array, photometric="minisblack", compression="zlib")
+
+
+TIFF = Format((".tif", ".tiff"), TiffFile, TiffSink, widest_label=np.int32)
