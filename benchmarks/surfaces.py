@@ -20,7 +20,8 @@ from scipy.ndimage import distance_transform_edt, gaussian_filter
 from torch import Tensor
 
 from segcal.metrics.surfaces import asd, hd95, surface_dice, surface_distances
-from segcal.regions import CaseRegions, label_boundary
+from segcal.regions import CaseRegions
+from segcal.regions.boundary import label_boundary
 
 SETTINGS = {"2D 512 x 1024, 19 classes": ((512, 1024), 19), "3D 128^3, 4 classes": ((128, 128, 128), 4)}
 TOLERANCE = 2.0
@@ -63,7 +64,7 @@ def table(title: str, runs: Runs) -> None:
 
 def segcal_regions(labels: Tensor) -> object:
     case = CaseRegions(labels)
-    return case.mask("all"), case.mask("boundary"), case.mask("interior"), case.bands, case.band_totals
+    return case.mask("all"), case.mask("boundary"), case.mask("interior"), case.bands, case.distance
 
 
 def segcal_metrics(prediction: Tensor, labels: Tensor, classes: int) -> list[Tensor]:

@@ -14,9 +14,9 @@ from scipy.ndimage import distance_transform_edt
 from tests.reference import regions as reference
 
 from segcal.errors import InputError
-from segcal.regions import BAND_EDGES, REGIONS, CaseRegions, boundary_distance, label_boundary, local_patches
+from segcal.regions import BAND_EDGES, BANDS, REGIONS, CaseRegions, boundary_distance, local_patches
+from segcal.regions.boundary import label_boundary
 
-BANDS = [name for name in REGIONS if name.startswith("band-")]
 ONE_MASK = [name for name in REGIONS if name != "local"]
 
 spacings = st.sampled_from([0.3, 0.5, 1.0, 2.5])
@@ -147,8 +147,6 @@ def test_without_boundary_all_voxels_are_in_the_last_band(labels: torch.Tensor) 
     assert bool(regions.mask("interior").all())
     assert bool((regions.bands == len(BAND_EDGES) - 2).all())
     assert torch.equal(regions.mask("all"), regions.mask("foreground"))
-    assert regions.band_totals.counts.tolist() == [0, 0, 0, 0]
-    assert bool(regions.band_totals.mean_distance.isposinf().all())
 
 
 def test_all_ignored_image_has_empty_regions() -> None:
@@ -164,28 +162,14 @@ def test_one_image_with_boundary_does_not_reach_the_other() -> None:
     assert bool(distance[1].isposinf().all())
 
 
-def test_band_totals_are_sums_and_add_up() -> None:
+def test_every_band_holds_the_distances_it_is_named_after() -> None:
     labels = torch.cat([blobs(70, 40, seed=seed) for seed in range(3)])
     labels[:, 5:9, 5:9] = 255
     whole = CaseRegions(labels)
-    totals = whole.band_totals
-    for index in range(len(BAND_EDGES) - 1):
-        chosen = whole.distance.numpy()[whole.bands.numpy() == index].astype(np.float64)
-        assert totals.counts[index] == chosen.size > 0
-        assert totals.distance_sums[index].item() == pytest.approx(chosen.sum(), rel=1e-12)
-        assert totals.mean_distance[index].item() == pytest.approx(chosen.mean(), rel=1e-12)
+    for index, name in enumerate(BANDS):
+        chosen = whole.distance[whole.mask(name)].tolist()
+        assert chosen
         assert all(reference.band(distance) == index for distance in chosen)
-    first, *others = (CaseRegions(image[None]).band_totals for image in labels)
-    parts = sum(others, first)
-    assert torch.equal(parts.counts, totals.counts)
-    torch.testing.assert_close(parts.distance_sums, totals.distance_sums, rtol=1e-12, atol=0)
-
-
-def test_an_image_without_boundary_adds_nothing_to_the_totals() -> None:
-    with_boundary = CaseRegions(blobs(40, 40)).band_totals
-    both = with_boundary + CaseRegions(torch.zeros(1, 9, 9, dtype=torch.int64)).band_totals
-    assert torch.equal(both.counts, with_boundary.counts)
-    assert torch.equal(both.distance_sums, with_boundary.distance_sums)
 
 
 @pytest.mark.parametrize("spatial", [(200, 100), (72, 73), (80, 90, 100), (5, 300), (3, 4, 5)])
@@ -230,7 +214,7 @@ def test_a_user_mask_is_a_region() -> None:
 
 
 def test_the_distance_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import segcal.regions as module
+    import segcal.regions.boundary as module
 
     calls: list[int] = []
     original = module.distance_transform_edt
@@ -238,7 +222,7 @@ def test_the_distance_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     regions = CaseRegions(blobs(20, 20))
     for name in ONE_MASK:
         regions.mask(name)
-    assert regions.band_totals.counts.sum() == 400
+    assert bool((regions.bands >= 0).all())
     assert len(calls) == 1
     CaseRegions(blobs(20, 20)).mask("boundary")
     assert len(calls) == 1  # The boundary region needs no distances.
@@ -258,7 +242,7 @@ def test_results_are_on_the_labels_device() -> None:
     for name in ONE_MASK:
         assert there.mask(name).is_cuda
         assert torch.equal(there.mask(name).cpu(), here.mask(name))
-    assert there.band_totals.distance_sums.is_cuda
+    assert there.distance.is_cuda
 
 
 @pytest.mark.parametrize(
@@ -294,7 +278,8 @@ def test_bad_labels_and_regions_are_named() -> None:
 def test_registry_ids_are_those_of_the_methods_page() -> None:
     assert all(name == region.id for name, region in REGIONS.items())
     assert {"everything", "foreground", "all", "boundary", "interior", "local"} < set(REGIONS)
-    assert BANDS == ["band-0-3", "band-3-7", "band-7-15", "band-15-inf"]
+    assert BANDS == ("band-0-3", "band-3-7", "band-7-15", "band-15-inf")
+    assert [name for name in REGIONS if name.startswith("band-")] == list(BANDS)
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 0.1, 3.3)])
@@ -304,7 +289,8 @@ def test_distances_and_bands_in_parts_are_those_of_the_whole(
     labels = blobs(19, 14, 21)
     boundary = label_boundary(labels, torch.ones_like(labels, dtype=torch.bool))[0].numpy()
     expected = distance_transform_edt(~boundary, sampling=spacing).astype(np.float32)
-    monkeypatch.setattr(sys.modules["segcal.regions"], "_PART", 2 * 14 * 21)
+    for module in ("segcal.regions", "segcal.regions.boundary"):
+        monkeypatch.setattr(sys.modules[module], "CHUNK", 2 * 14 * 21)
     parts = CaseRegions(labels, spacing=spacing)
     assert np.array_equal(parts.distance[0].numpy(), expected)
     assert np.array_equal(parts.bands[0].numpy(), np.digitize(expected, [3, 7, 15]))
@@ -313,7 +299,7 @@ def test_distances_and_bands_in_parts_are_those_of_the_whole(
 def test_distances_take_no_more_than_thirty_bytes_a_voxel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scipy's own take more than twice that, which for a large scan is gigabytes."""
     labels = blobs(48, 64, 64)
-    monkeypatch.setattr(sys.modules["segcal.regions"], "_PART", 64 * 64)
+    monkeypatch.setattr(sys.modules["segcal.regions.boundary"], "CHUNK", 64 * 64)
     regions = CaseRegions(labels)
     assert bool(regions.boundary.any())
     tracemalloc.start()

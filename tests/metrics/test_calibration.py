@@ -183,8 +183,6 @@ def test_options_are_checked():
     stats = VoxelStatistics(4).update(*example())
     with pytest.raises(InputError, match="'mean' or 'sum'"):
         metrics.cece(stats, reduction="max")
-    with pytest.raises(InputError, match="'per-image' or 'pooled'"):
-        metrics.aggregate(metrics.ece, [stats], "all")
 
 
 def test_measures_are_floats_that_survive_pickling():
@@ -194,14 +192,14 @@ def test_measures_are_floats_that_survive_pickling():
     assert value + 1 == 1.5
 
 
-def test_aggregation_leaves_undefined_cases_out_and_counts_them():
+def test_means_leave_undefined_cases_out_and_count_the_others():
     logits, labels = example()
     cases = [VoxelStatistics(4).update(logits[i::3], labels[i::3]) for i in range(3)]
     cases.append(VoxelStatistics(4).update(logits, torch.full_like(labels, 255)))
-    per_image = metrics.aggregate(metrics.ece, cases, "per-image", num_bins=15)
+    per_image = Measure.mean(metrics.ece(case, num_bins=15) for case in cases)
     assert per_image == pytest.approx(np.mean([metrics.ece(case) for case in cases[:3]]))
     assert per_image.count == 3
-    pooled = metrics.aggregate(metrics.ece, cases, "pooled")
+    pooled = metrics.ece(sum(cases[1:], cases[0]))
     assert pooled == pytest.approx(metrics.ece(VoxelStatistics(4).update(logits, labels)), rel=1e-12)
-    assert math.isnan(metrics.aggregate(metrics.ece, [], "pooled"))
+    assert math.isnan(metrics.ece(VoxelStatistics(4)))
     assert cases[0].count() == 134  # pooling changes no case

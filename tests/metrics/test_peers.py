@@ -50,7 +50,7 @@ def test_monai(scores):
     metric = monai.CalibrationErrorMetric(num_bins=15, calibration_reduction="expected")
     theirs = metric(y_pred=logits.softmax(1), y=one_hot).double().mean()
     cases = [VoxelStatistics(5).update(logits[i : i + 1], labels[i : i + 1]) for i in range(2)]
-    assert metrics.aggregate(metrics.cece, cases, "per-image") == pytest.approx(float(theirs), abs=1e-6)
+    assert metrics.Measure.mean(map(metrics.cece, cases)) == pytest.approx(float(theirs), abs=1e-6)
 
 
 def test_relplot(scores):

@@ -14,7 +14,7 @@ from segcal.cases.calibrated import AnyCalibrator, as_calibrator, case_scores
 from segcal.evaluation.plan import LOCAL, Plan, metric_spec
 from segcal.evaluation.results import POOLED, Row
 from segcal.kernels import AffineMap
-from segcal.metrics import Aggregation, Measure, SecondPass, second_pass
+from segcal.metrics import METRICS, Aggregation, Column, Measure, SecondPass
 from segcal.metrics.surfaces import class_mean, foreground, surface_distances
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions, Window
@@ -187,11 +187,17 @@ def measure_case(
 def second_passes(plan: Plan, statistics: VoxelStatistics, how: Aggregation) -> SecondPasses:
     """Empty second passes for the columns that need one, where the plan wants exact values."""
     found = {
-        number: second_pass(column.metric, statistics, column.region, column.options)
+        number: second_pass(column, statistics, column.region)
         for number, column in (plan.columns_of(how) if plan.exact else ())
         if column.region != LOCAL
     }
     return {number: one for number, one in found.items() if one is not None}
+
+
+def second_pass(column: Column, statistics: VoxelStatistics, region: str) -> SecondPass | None:
+    """The empty second pass that makes a column exact, or None where its metric is exact already."""
+    make = METRICS[column.metric].second_pass
+    return None if make is None else make(statistics, region=region, **column.options)
 
 
 def add_case_again(views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
@@ -231,7 +237,7 @@ def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
         view.add_to(statistics, part.window, logits)
         for column, found in zip(columns, values, strict=True):
             exact = {}
-            if plan.exact and (one := second_pass(column.metric, statistics, EVERYTHING, column.options)):
+            if plan.exact and (one := second_pass(column, statistics, EVERYTHING)):
                 view.add_again({0: one}, part.window, logits)
                 exact = {"exact": one}
             found.append(metric_spec(column.metric).function(statistics, **column.options, **exact))

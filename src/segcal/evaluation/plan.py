@@ -12,8 +12,7 @@ from torch import Tensor
 
 from segcal.errors import InputError, check_name
 from segcal.metrics import METRICS, Aggregation, Column, MetricSpec, check_options, options_of
-from segcal.metrics.calibration import BANDS
-from segcal.regions import REGIONS
+from segcal.regions import BANDS, REGIONS
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import Case
 
@@ -64,8 +63,7 @@ class Plan:
         found = [
             column
             for column in self.columns
-            if "surfaces" in metric_spec(column.metric).needs
-            or column.metric == "volume-dice"
+            if metric_spec(column.metric).foreground
             or column.options.get("background") is False
             or column.region in ("foreground", "all")
         ]

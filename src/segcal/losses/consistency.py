@@ -11,7 +11,7 @@ from segcal.errors import InputError, check_name
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, ClassWeights, Reduction, prepare
 from segcal.losses.combine import Base, penalised
-from segcal.regions import label_boundary
+from segcal.regions.boundary import label_boundary
 
 __all__ = ["BWCR", "bwcr"]
 

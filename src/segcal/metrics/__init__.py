@@ -1,9 +1,11 @@
-"""Metrics: every one a small reduction of ``segcal.statistics.VoxelStatistics``, and their registry.
+"""Metrics: each is a small reduction of ``segcal.statistics.VoxelStatistics``. ``METRICS`` is their registry.
 
-A new metric is a function in one of the modules here and one line in ``METRICS``.
+A new metric is a function in one of the modules here and one line in ``METRICS``; CONTRIBUTING.md shows one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from segcal.metrics.calibration import (
     ace,
@@ -21,8 +23,8 @@ from segcal.metrics.calibration import (
     sce,
     smece,
 )
-from segcal.metrics.equal_mass import SecondPass, ace_adaptive, second_pass, tace
-from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
+from segcal.metrics.equal_mass import SecondPass, ace_adaptive, tace, tace_second_pass
+from segcal.metrics.measure import Aggregation, Measure, MetricSpec
 from segcal.metrics.options import check_options, options_of
 from segcal.metrics.presets import PRESETS, Column, Preset, preset
 from segcal.metrics.reliability import Reliability, predicted_reliability, reliability
@@ -42,7 +44,6 @@ __all__ = [
     "accuracy",
     "ace",
     "ace_adaptive",
-    "aggregate",
     "asd",
     "ba_ece",
     "brier",
@@ -66,7 +67,6 @@ __all__ = [
     "preset",
     "reliability",
     "sce",
-    "second_pass",
     "smece",
     "surface_dice",
     "tace",
@@ -74,9 +74,9 @@ __all__ = [
 ]
 
 _CLASSWISE = ("classwise",)
-_SURFACES = ("surfaces",)
+_SURFACES: dict[str, Any] = {"needs": ("surfaces",), "quality": True, "foreground": True}
 
-#: Metric id to what it is, as METHODS.md section 3 defines them.
+#: Metric id to what the rest of the library knows about it; METHODS.md, section 3, has the definitions.
 METRICS: dict[str, MetricSpec] = {
     spec.id: spec
     for spec in (
@@ -84,23 +84,25 @@ METRICS: dict[str, MetricSpec] = {
         MetricSpec("brier", brier, "Brier score"),
         MetricSpec("entropy", entropy, "Entropy", better="neither"),
         MetricSpec("ece", ece, "ECE"),
-        MetricSpec("mce", mce, "MCE", counts="bins"),
-        MetricSpec("ace", ace, "ACE", counts="bins"),
-        MetricSpec("ace-adaptive", ace_adaptive, "Adaptive calibration error", counts="classes", needs=_CLASSWISE),
+        MetricSpec("mce", mce, "MCE"),
+        MetricSpec("ace", ace, "ACE"),
+        MetricSpec(
+            "ace-adaptive", ace_adaptive, "Adaptive calibration error", needs=_CLASSWISE, second_pass=SecondPass
+        ),
         MetricSpec("sce", sce, "Static calibration error", needs=_CLASSWISE),
         MetricSpec("cece", cece, "Classwise ECE", needs=_CLASSWISE),
-        MetricSpec("tace", tace, "Thresholded ACE", counts="classes", needs=_CLASSWISE),
-        MetricSpec("ba-ece", ba_ece, "Boundary-aware ECE", counts="bands", needs=("distance",)),
+        MetricSpec("tace", tace, "Thresholded ACE", needs=_CLASSWISE, second_pass=tace_second_pass),
+        MetricSpec("ba-ece", ba_ece, "Boundary-aware ECE", needs=("distance",)),
         MetricSpec("ece-wrong", ece_wrong, "ECE, mispredicted"),
         MetricSpec("ece-right", ece_right, "ECE, correct"),
         MetricSpec("smece", smece, "Smooth ECE"),
-        MetricSpec("dsc", dsc, "Dice", better="higher", counts="classes"),
-        MetricSpec("miou", miou, "Mean IoU", better="higher", counts="classes"),
-        MetricSpec("accuracy", accuracy, "Accuracy", better="higher"),
-        MetricSpec("volume-dice", volume_dice, "Volume Dice", better="higher", counts="classes"),
-        MetricSpec("hd95", hd95, "Hausdorff 95", counts="classes", needs=_SURFACES),
-        MetricSpec("asd", asd, "Average surface distance", counts="classes", needs=_SURFACES),
-        MetricSpec("surface-dice", surface_dice, "Surface Dice", better="higher", counts="classes", needs=_SURFACES),
+        MetricSpec("dsc", dsc, "Dice", better="higher", quality=True),
+        MetricSpec("miou", miou, "Mean IoU", better="higher", quality=True),
+        MetricSpec("accuracy", accuracy, "Accuracy", better="higher", quality=True),
+        MetricSpec("volume-dice", volume_dice, "Volume Dice", better="higher", quality=True, foreground=True),
+        MetricSpec("hd95", hd95, "Hausdorff 95", **_SURFACES),
+        MetricSpec("asd", asd, "Average surface distance", **_SURFACES),
+        MetricSpec("surface-dice", surface_dice, "Surface Dice", better="higher", **_SURFACES),
         MetricSpec("flip", flip, "Flipped labels", needs=("uncalibrated",)),
         MetricSpec("free-energy-std", free_energy_std, "Free-energy spread", better="neither"),
         MetricSpec("confidence-balance", confidence_balance, "NLL - entropy", better="zero"),

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from scipy.fft import dct, idct
 
 from segcal.errors import InputError
-from segcal.kernels import FINE_BINS, BinGrid
+from segcal.kernels import FINE_BINS
 from segcal.metrics.measure import Measure
-from segcal.metrics.reliability import reliability
+from segcal.metrics.reliability import class_grid, reliability
+from segcal.regions import BANDS
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
 Region = str | Sequence[str]
-BANDS = ("band-0-3", "band-3-7", "band-7-15", "band-15-inf")
 
 
 def nll(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -291,13 +291,6 @@ def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> M
 def _mean_loss(stats: VoxelStatistics, region: Region, column: int) -> Measure:
     total = stats.total(region)
     return Measure.ratio(float(total.losses[:, column].sum()), int(total.confusion.sum()))
-
-
-def class_grid(stats: VoxelStatistics) -> BinGrid:
-    """The grid of the per-class histograms, which must be there."""
-    if stats.class_grid is None:
-        raise InputError("the statistics have no per-class histograms", fix="collect them with classwise=True")
-    return stats.class_grid
 
 
 def _coarse(stats: VoxelStatistics, fine: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from segcal.metrics.calibration import BANDS, class_balances, confidence_balance
+from segcal.metrics.calibration import class_balances, confidence_balance
 from segcal.metrics.measure import Measure
+from segcal.regions import BANDS
 from segcal.statistics import VoxelStatistics
 
 # NLL - entropy within this many nats per voxel is called balanced.

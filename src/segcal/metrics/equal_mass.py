@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +21,9 @@ from segcal.errors import InputError
 from segcal.kernels import AffineMap, Voxels
 from segcal.kernels.refine import refine
 from segcal.kernels.tally import Counts, Sums
-from segcal.metrics.calibration import Region, class_grid
+from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
+from segcal.metrics.reliability import class_grid
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
 _CELLS, _MOST_CELLS = 4096, 2**20
@@ -200,15 +200,18 @@ def tace(
     return Measure.mean(errors)
 
 
-def second_pass(metric: str, stats: VoxelStatistics, region: Region, options: Mapping[str, Any]) -> SecondPass | None:
-    """The second pass that makes the metric of this id exact, or None where the first one did."""
-    if metric == "ace-adaptive":
-        threshold = 0.0
-    elif metric == "tace" and options.get("binning", "mass") == "mass":
-        threshold = options.get("threshold", stats.threshold)
-    else:
+def tace_second_pass(
+    stats: VoxelStatistics,
+    *,
+    region: Region = EVERYTHING,
+    threshold: float | None = None,
+    binning: str = "mass",
+    **options: Any,
+) -> SecondPass | None:
+    """The second pass that makes ``tace`` with these arguments exact; with equal-width bins the first one is."""
+    if binning != "mass":
         return None
-    return SecondPass(stats, num_bins=options.get("num_bins", 15), threshold=threshold, region=region)
+    return SecondPass(stats, threshold=stats.threshold if threshold is None else threshold, region=region, **options)
 
 
 def _mean_over_classes(

@@ -1,26 +1,23 @@
-"""What a metric returns, what the registry knows of it, and how values of several cases become one."""
+"""What a metric returns, and what the registry says about it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from segcal.errors import InputError
-from segcal.statistics import VoxelStatistics
 
 Better = Literal["lower", "higher", "zero", "neither"]
 Aggregation = Literal["per-image", "pooled"]
 
 
 class Measure(float):
-    """A number that knows how much it rests on.
+    """A number that knows how many things it averages.
 
     Attributes:
-        count: How many voxels, bins, classes or cases were averaged; the metric says which. A value that is undefined
-            is NaN, and its count says why: there was nothing to average.
-        bound: The exact value is at most this far away; 0 but for equal-mass binnings in one pass.
+        count: How many voxels, bins, classes or cases were averaged; the metric says which. An undefined value is NaN
+            with a count of 0: there was nothing to average.
+        bound: The exact value is at most this far away; 0 except for equal-mass bins from a single pass.
 
     Examples:
         >>> value = Measure(0.25, count=8)
@@ -64,41 +61,21 @@ class MetricSpec:
         id: The id of METHODS.md, as commands and results spell it.
         function: ``function(stats, *, region="everything", **options) -> Measure``; metrics that need surfaces take
             what their module says instead.
-        title: For tables.
-        better: Which way is better; ``zero`` for signed metrics.
-        counts: What ``Measure.count`` counts.
-        needs: What the statistics must have been given beyond logits and labels: ``classwise``, ``distance``,
-            ``uncalibrated``; or ``surfaces``.
+        title: Its name in tables.
+        better: Which direction is better; ``zero`` for signed metrics.
+        needs: What the metric needs beyond logits and labels: ``classwise`` (per-class histograms), ``distance``,
+            ``uncalibrated`` (predictions to compare with, so it has no value without a calibrator), or ``surfaces``.
+        quality: Whether it measures the segmentation instead of its confidence.
+        foreground: Whether it always leaves the background out.
+        second_pass: Makes the second pass that gives the exact value, from the metric's own arguments; it returns None
+            where the first pass is exact already. None where it always is.
     """
 
     id: str
     function: Callable[..., Any]
     title: str
     better: Better = "lower"
-    counts: str = "voxels"
     needs: tuple[str, ...] = ()
-
-
-def aggregate(
-    metric: Callable[..., Measure], cases: Sequence[VoxelStatistics], how: Aggregation, **options: object
-) -> Measure:
-    """One value for many cases: the mean of the per-image values (``count``: defined cases), or of the pooled voxels.
-
-    Examples:
-        >>> import torch
-        >>> from segcal.metrics import accuracy
-        >>> right, wrong = torch.tensor([0, 0, 0]), torch.tensor([1])
-        >>> cases = [VoxelStatistics(2).update(torch.tensor([[1.0, 0.0]] * len(y)), y) for y in (right, wrong)]
-        >>> aggregate(accuracy, cases, "per-image"), aggregate(accuracy, cases, "pooled")
-        (0.5, 0.75)
-    """
-    if how == "per-image":
-        return Measure.mean(metric(stats, **options) for stats in cases)
-    if how != "pooled":
-        raise InputError(f"aggregation is {how!r}", expected="'per-image' or 'pooled'")
-    if not cases:
-        return Measure(math.nan, 0)
-    pooled = cases[0].empty_like()
-    for stats in cases:
-        pooled.merge(stats)
-    return metric(pooled, **options)
+    quality: bool = False
+    foreground: bool = False
+    second_pass: Callable[..., Any] | None = None

@@ -1,25 +1,25 @@
-"""The conventions of the papers, as tables of columns: which metric, bins, region and aggregation they report.
+"""What the papers report, as tables of columns: metric, number of bins, region and aggregation.
 
-A case is an image, or a volume in 3D: the volumes of Murugesan et al. are evaluated whole.
+A case is an image, or a whole volume in 3D, also where a paper (Murugesan et al.) trains on its slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from segcal.errors import check_name
-from segcal.metrics.calibration import BANDS
-from segcal.metrics.measure import Aggregation, Measure, MetricSpec, aggregate
-from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.metrics.measure import Aggregation
+from segcal.statistics import EVERYTHING
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a table: a metric with its options, where, and how cases become one value.
+    """One column of a table: a metric with its options, a region, and how the values of cases become one.
 
-    ``aggregation`` is what a paper reports: ``per-image`` values alone, or the ``pooled`` one alone; None gives both.
+    ``aggregation`` is ``per-image`` (the mean over cases), ``pooled`` (one value for the voxels of all cases), or None
+    for both.
     """
 
     metric: str
@@ -28,13 +28,8 @@ class Column:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
-        """The metric, and the region unless it is everything."""
-        return self.metric if self.region == EVERYTHING else f"{self.metric}@{self.region}"
-
-    @property
     def id(self) -> str:
-        """The metric with its options, as users write it and rows say it.
+        """The metric with its options, as users write it and as rows of results name it.
 
         Examples:
             >>> Column("ece", options={"num_bins": 50}).id, Column("hd95", options={"absent": 30.0}).id
@@ -42,6 +37,16 @@ class Column:
         """
         options = ",".join(f"{name}={_spelled(value)}" for name, value in sorted(self.options.items()))
         return f"{self.metric}[{options}]" if options else self.metric
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Metric with options, and region: what identifies a column in results.
+
+        Examples:
+            >>> Column("ece", "boundary", options={"num_bins": 50}).key
+            ('ece[num_bins=50]', 'boundary')
+        """
+        return self.id, self.region
 
 
 def _spelled(value: object) -> str:
@@ -52,50 +57,20 @@ def _spelled(value: object) -> str:
 
 @dataclass(frozen=True)
 class Preset:
-    """What one paper reports.
+    """The columns that one paper reports.
 
     Examples:
-        >>> PRESETS["rethinking"].bins, PRESETS["rethinking"].columns[2].options
-        ((15, 50), {'num_bins': 50})
+        >>> PRESETS["rethinking"].columns[2].id
+        'ece[num_bins=50]'
     """
 
     id: str
     paper: str
     columns: tuple[Column, ...]
 
-    @property
-    def bins(self) -> tuple[int, ...]:
-        """The bin counts to collect statistics with."""
-        return tuple(sorted({c.options["num_bins"] for c in self.columns if "num_bins" in c.options}))
-
-    @property
-    def regions(self) -> tuple[str, ...]:
-        """The regions to collect statistics for."""
-        names = dict.fromkeys(c.region for c in self.columns if c.region != EVERYTHING)
-        return (*names, *(BANDS if any(c.metric == "ba-ece" for c in self.columns) else ()))
-
-    def compute(self, cases: Sequence[VoxelStatistics], metrics: Mapping[str, MetricSpec]) -> dict[str, Measure]:
-        """All columns that are reductions of statistics, by ``Column.name``, from one statistics object a case.
-
-        Examples:
-            >>> import torch
-            >>> from segcal.metrics import METRICS
-            >>> cases = [VoxelStatistics(2, bins=(10,)).update(torch.eye(2), torch.tensor([0, 1]))]
-            >>> sorted(PRESETS["selective"].compute(cases, METRICS))
-            ['ece', 'miou']
-        """
-        values = {}
-        for column in self.columns:
-            spec = metrics.get(column.metric)
-            if spec is None or "surfaces" in spec.needs or column.region == "local":
-                continue
-            options = {**column.options, "region": column.region}
-            values[column.name] = aggregate(spec.function, cases, column.aggregation or "per-image", **options)
-        return values
-
 
 def _mean(metric: str, region: str = EVERYTHING, **options: Any) -> Column:
-    """The mean over images."""
+    """The column of a metric's mean over images."""
     return Column(metric, region, "per-image", options)
 
 
@@ -150,8 +125,8 @@ def preset(id: str) -> Preset:
     """The preset of a paper.
 
     Examples:
-        >>> preset("crac").regions
-        ('foreground',)
+        >>> preset("crac").columns[-1].region
+        'foreground'
     """
     check_name("preset", id, PRESETS)
     return PRESETS[id]

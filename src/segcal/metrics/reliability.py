@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segcal.errors import InputError
+from segcal.kernels import BinGrid
 from segcal.kernels.tally import Total
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
@@ -80,7 +81,7 @@ def reliability(
     if predicted is None and probability_of is None:
         coarse = statistics.top_grid.coarse(num_bins)
         return _gathered(coarse, num_bins, total.top_count.sum(0), total.top_confidence.sum(0), total.top_count[1])
-    coarse = _class_bins(statistics, num_bins)
+    coarse = class_grid(statistics).coarse(num_bins)
     if predicted is not None:
         return _of_predicted(total, coarse, num_bins, predicted)
     fine = (total.class_count, total.class_confidence, total.class_positive)
@@ -98,14 +99,15 @@ def predicted_reliability(
         >>> [one.count.sum() for one in predicted_reliability(stats)]
         [np.int64(0), np.int64(2)]
     """
-    total, coarse = statistics.total(region), _class_bins(statistics, num_bins)
+    total, coarse = statistics.total(region), class_grid(statistics).coarse(num_bins)
     return [_of_predicted(total, coarse, num_bins, k) for k in range(statistics.num_classes)]
 
 
-def _class_bins(statistics: VoxelStatistics, num_bins: int) -> NDArray[np.int64]:
+def class_grid(statistics: VoxelStatistics) -> BinGrid:
+    """The grid of the per-class histograms; an error where none were collected."""
     if statistics.class_grid is None:
-        raise InputError("statistics without classes", fix="collect them with classwise=True")
-    return statistics.class_grid.coarse(num_bins)
+        raise InputError("the statistics have no per-class histograms", fix="collect them with classwise=True")
+    return statistics.class_grid
 
 
 def _of_predicted(total: Total, bins: NDArray[np.int64], num_bins: int, predicted: int) -> Reliability:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from segcal.errors import InputError
 from segcal.metrics.measure import Measure
-from segcal.regions import checked_spacing, label_boundary, valid_voxels
+from segcal.regions.boundary import checked_spacing, label_boundary, valid_voxels
 
 Absent = Literal["nan", "one"]
 Miss = Literal["diagonal", "infinite", "skip"] | float

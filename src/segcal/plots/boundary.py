@@ -15,7 +15,8 @@ from segcal.errors import InputError
 from segcal.evaluation.maps import checked_parts
 from segcal.parallel.threads import torch_threads
 from segcal.plots import style
-from segcal.regions import BAND_EDGES, valid_voxels
+from segcal.regions import BAND_EDGES
+from segcal.regions.boundary import valid_voxels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from segcal.errors import InputError
 from segcal.evaluation.maps import checked_parts
 from segcal.parallel.threads import torch_threads
 from segcal.plots import style
-from segcal.regions import valid_voxels
+from segcal.regions.boundary import valid_voxels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,6 +31,7 @@ def describe_metric(metric: str) -> dict[str, Any]:
         "id": metric,
         "name": f"{spec.title} ({extra})" if extra else spec.title,
         "better": spec.better,
+        "quality": spec.quality,
         "definition": definition.replace("``", "") + (f" Here with {bins} bins." if bins else ""),
         "bins": bins,
         "citation": cited[0] if cited else "",

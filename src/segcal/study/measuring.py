@@ -17,7 +17,6 @@ from segcal.files.plain import number
 from segcal.metrics import Column
 from segcal.statistics import EVERYTHING
 from segcal.study.cache import Store, class_key, content_key
-from segcal.study.settings import column_name
 
 
 class Evaluation:
@@ -124,7 +123,7 @@ class Group(NamedTuple):
             cases=[(i, self.known[i]) for i in self.cases.ids],
             counted=self.counted,
             classes=class_key(self.cases),
-            columns=[column_name(column) for column in self.columns],
+            columns=[column.key for column in self.columns],
             rows=Row._fields,
             variant=self.variant,
             seed=self.seed,
@@ -210,7 +209,7 @@ def _evaluated(
 
 
 def _document(results: Results, group: Group, seconds: float) -> dict[str, Any]:
-    wanted = {column_name(column) for column in group.columns}
+    wanted = {column.key for column in group.columns}
     rows = [list(row) for row in results.rows if _asked(row.metric, row.region, wanted)]
     bins = {name: _bins(results.channel(name)) for name in results.channels} or _bins(results)
     return {

@@ -11,8 +11,7 @@ from segcal.cases import CaseSet
 from segcal.errors import InputError, check_name, check_seed, check_whole
 from segcal.evaluation.plan import LOCAL, columns_in, metric_spec, parse_metric
 from segcal.metrics import Column
-from segcal.metrics.calibration import BANDS
-from segcal.regions import REGIONS
+from segcal.regions import BANDS, REGIONS
 
 Tune = Literal["none", "path", "paper"]
 Select = Literal["nll", "ece", "brier"]
@@ -91,7 +90,7 @@ class Settings:
             more += [Column("ece", options={"num_bins": count}) for count in BIN_COUNTS]
         if self.bands:
             more += [Column("nll", band) for band in BANDS]
-        known = {column_name(column): column for column in (*self.columns, *more)}
+        known = {column.key: column for column in (*self.columns, *more)}
         return list(known.values())
 
     @property
@@ -101,19 +100,9 @@ class Settings:
 
     def shown(self, metric: str, region: str) -> bool:
         """Whether a row of an evaluation is one that was asked for."""
-        names = {column_name(column) for column in self.columns}
+        names = {column.key for column in self.columns}
         asked = LOCAL if region in ("local-mean", "local-max") else region
         return (metric, asked) in names
-
-
-def column_name(column: Column) -> tuple[str, str]:
-    """Metric with options, and region, as the rows of an evaluation spell them.
-
-    Examples:
-        >>> column_name(Column("ece", "boundary", options={"num_bins": 50}))
-        ('ece[num_bins=50]', 'boundary')
-    """
-    return column.id, column.region
 
 
 def resolve_methods(methods: str | Sequence[str], *, members: bool = False) -> tuple[str, ...]:

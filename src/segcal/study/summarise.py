@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from segcal import inference
 from segcal.evaluation.plan import metric_spec, parse_metric
-from segcal.metrics.calibration import BANDS
+from segcal.metrics import MetricSpec
+from segcal.regions import BANDS
 from segcal.statistics import EVERYTHING
 from segcal.study.measuring import Evaluation
 from segcal.study.settings import FLIPS, UNCALIBRATED
@@ -64,7 +65,7 @@ class Table:
         means = inference.mean_over_repeats(values)
         twins = {key: twin for key, twin in (same or {}).items() if key in methods and twin in methods}
         for k, (metric, _) in enumerate(columns):
-            if _base(metric) != "flip":  # Uncalibrated scores have none, and flips are whole numbers anyway.
+            if _has_baseline(metric):
                 for key, twin in twins.items():
                     means[:, methods.index(key), k] = means[:, methods.index(twin), k]
         own = None if groups is None else tuple(groups[case] for case in tested)
@@ -103,7 +104,7 @@ def differences(table: Table, seed: int, baseline: str = UNCALIBRATED) -> list[d
     tested = [m for m, key in enumerate(table.methods) if key not in table.same and key not in is_baseline]
     rows = []
     for k, (metric, region) in enumerate(table.columns):
-        if _base(metric) == "flip":  # Nothing flips without a calibrator: there is no baseline.
+        if not _has_baseline(metric):
             continue
         pairs = inference.compare_pairs(table.values[:, [*tested, other], k], groups=table.groups, baseline=len(tested))
         p = {tested[pair.first]: (pair.p, pair.adjusted) for pair in pairs}
@@ -122,7 +123,7 @@ def differences(table: Table, seed: int, baseline: str = UNCALIBRATED) -> list[d
                     "high": ends[1],
                     "lower": int(np.sum(table.values[:, m, k] < table.values[:, other, k])),
                     "higher": int(np.sum(table.values[:, m, k] > table.values[:, other, k])),
-                    "verdict": _verdict(*ends, metric_spec(_base(metric)).better),
+                    "verdict": _verdict(*ends, _spec(metric).better),
                     **dict(zip(("p", "p_adjusted"), p.get(m, (math.nan, math.nan)), strict=True)),
                     "n": int(found.count[m, k]),
                 }
@@ -268,17 +269,17 @@ def bin_sensitivity(table: Table, counts: Sequence[int]) -> list[dict[str, Any]]
 
 
 def _ranked(table: Table) -> list[tuple[int, tuple[str, str]]]:
-    """The columns in which one method can be better than another; flips say nothing of uncalibrated."""
+    """The columns in which one method, or the uncalibrated scores, can be better than another."""
     return [
         (k, column)
         for k, column in enumerate(table.columns)
-        if metric_spec(_base(column[0])).better != "neither" and _base(column[0]) != "flip"
+        if _spec(column[0]).better != "neither" and _has_baseline(column[0])
     ]
 
 
 def _losses(metric: str, values: FloatArray) -> FloatArray:
     """The values so that lower is better."""
-    better = metric_spec(_base(metric)).better
+    better = _spec(metric).better
     return -values if better == "higher" else np.abs(values) if better == "zero" else values
 
 
@@ -290,8 +291,13 @@ def _verdict(low: float, high: float, better: str) -> str | None:
     return "better" if ends[1] < 0 else "worse" if ends[0] > 0 else "unclear"
 
 
-def _base(metric: str) -> str:
-    return parse_metric(metric)[0]
+def _spec(metric: str) -> MetricSpec:
+    return metric_spec(parse_metric(metric)[0])
+
+
+def _has_baseline(metric: str) -> bool:
+    """Whether uncalibrated scores have a value: a metric that compares with them (flips) does not."""
+    return "uncalibrated" not in _spec(metric).needs
 
 
 def _by_method(table: Table, values: FloatArray) -> dict[str, float]:

@@ -1,8 +1,9 @@
 // Does better calibration cost segmentation quality?
+// Results of earlier versions do not say which metrics measure the segmentation.
 const QUALITY = ["dsc", "miou", "accuracy", "volume-dice", "surface-dice", "hd95", "asd"];
 
 function tradeoffSection() {
-  const quality = measured.filter((metric) => QUALITY.includes(metric.id.replace(/\[.*/, "")));
+  const quality = measured.filter((metric) => metric.quality ?? QUALITY.includes(metric.id.replace(/\[.*/, "")));
   const error = measured.filter(
     (metric) => !quality.includes(metric) && metric.better === "lower" && metric.id !== "flip",
   );
