@@ -23,6 +23,23 @@ from segcal.metrics.reliability import class_grid, reliability
 from segcal.regions import BANDS
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
+__all__ = [
+    "ace",
+    "ba_ece",
+    "brier",
+    "cece",
+    "confidence_balance",
+    "ece",
+    "ece_right",
+    "ece_wrong",
+    "entropy",
+    "free_energy_std",
+    "mce",
+    "nll",
+    "sce",
+    "smece",
+]
+
 Region = str | Sequence[str]
 
 

@@ -26,6 +26,8 @@ from segcal.metrics.measure import Measure
 from segcal.metrics.reliability import class_grid
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
+__all__ = ["SecondPass", "ace_adaptive", "tace"]
+
 _CELLS, _MOST_CELLS = 4096, 2**20
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+__all__ = ["Aggregation", "Measure", "MetricSpec"]
+
 Better = Literal["lower", "higher", "zero", "neither"]
 Aggregation = Literal["per-image", "pooled"]
 

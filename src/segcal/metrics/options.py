@@ -17,6 +17,8 @@ from segcal.errors import InputError, did_you_mean
 from segcal.kernels.grid import MAX_BINS
 from segcal.metrics.measure import MetricSpec
 
+__all__ = ["check_options", "options_of"]
+
 # Smallest and largest value, and whether these are allowed themselves; by option, as no two metrics differ in that.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "num_bins": (1, MAX_BINS, True),

@@ -13,6 +13,8 @@ from segcal.errors import check_name
 from segcal.metrics.measure import Aggregation
 from segcal.statistics import EVERYTHING
 
+__all__ = ["PRESETS", "Column", "Preset", "preset"]
+
 
 @dataclass(frozen=True)
 class Column:

@@ -14,6 +14,8 @@ from segcal.kernels import BinGrid
 from segcal.kernels.tally import Total
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
+__all__ = ["Reliability", "predicted_reliability", "reliability"]
+
 
 @dataclass(frozen=True)
 class Reliability:

@@ -16,6 +16,8 @@ from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
+__all__ = ["accuracy", "dice_per_class", "dsc", "flip", "miou", "volume_dice"]
+
 Absent = Literal["nan", "one"]
 _FLIPS = ("all", "harmful", "beneficial", "neutral")
 

@@ -39,6 +39,8 @@ from segcal.errors import InputError
 from segcal.metrics.measure import Measure
 from segcal.regions.boundary import checked_spacing, label_boundary, valid_voxels
 
+__all__ = ["asd", "hd95", "surface_dice"]
+
 Absent = Literal["nan", "one"]
 Miss = Literal["diagonal", "infinite", "skip"] | float
 Distances = NDArray[np.float64]
