@@ -10,7 +10,7 @@ LEAST = {"data": "d", "output": "o"}
 def test_the_defaults_are_the_papers():
     config = parse_config(LEAST)
     assert (config.batch, config.epochs, config.width, config.depth) == (16, 100, 64, 5)
-    assert [config.rate(epoch) for epoch in (1, 50, 51, 100)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+    assert [config.learning_rate_at(epoch) for epoch in (1, 50, 51, 100)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from segcal.cases.toml import read_toml
 from segcal.errors import ConfigError, did_you_mean
 from segcal.types import Kind
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIG_NAME = "segcal.toml"
 SPACING_RANGE = "positive numbers, 1e-12 to 1e12"
@@ -115,15 +110,7 @@ def background_line(background: int | None) -> str:
 
 def load_config(path: Path) -> DatasetConfig:
     """Read a ``segcal.toml``."""
-    try:
-        with path.open("rb") as file:
-            raw = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: wrong TOML, or bytes that are not UTF-8
-        raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file in UTF-8") from None
-    try:
-        return parse_config(raw)
-    except ConfigError as error:
-        raise error.at(where=str(path)) from None
+    return read_toml(path, parse_config)
 
 
 def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:

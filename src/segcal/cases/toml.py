@@ -1,11 +1,34 @@
-"""TOML as segcal writes it. Python reads TOML but does not write it."""
+"""Reading and writing TOML. Python reads TOML but does not write it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from segcal.errors import OutputError
+from segcal.errors import ConfigError, OutputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Config = TypeVar("Config")
+
+
+def read_toml(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Config:
+    """Read and parse a TOML file; errors of either name the file."""
+    try:
+        with path.open("rb") as file:
+            raw = tomllib.load(file)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: wrong TOML, or bytes that are not UTF-8
+        raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file in UTF-8") from None
+    try:
+        return parse(raw)
+    except ConfigError as error:
+        raise error.at(where=str(path)) from None
 
 
 def toml_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Everything a run needs to go on as if it had never stopped. Files hold tensors and plain values, no code."""
+"""Checkpoints: everything that a run needs to resume exactly. Files hold tensors and plain values, no code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FORMAT, _VERSION = "segcal.training", 1
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint, complete or not at all."""
+    """Write a checkpoint atomically."""
     with atomic_path(path) as temporary:
         try:
             torch.save({"format": _FORMAT, "version": _VERSION, **state}, temporary)
-        except RuntimeError as error:  # That is how torch calls a full disk.
+        except RuntimeError as error:  # torch reports a full disk this way.
             raise OSError("torch could not write all of it") from error
 
 
@@ -41,7 +41,9 @@ def load(path: Path) -> dict[str, Any]:
             f"cannot be read ({type(error).__name__})", where=str(path), expected="a checkpoint of segcal train"
         ) from None
     if not isinstance(state, dict) or (state.get("format"), state.get("version")) != (_FORMAT, _VERSION):
-        raise DataError("is no checkpoint of this version", where=str(path), expected=f"{_FORMAT}, version {_VERSION}")
+        raise DataError(
+            "is not a checkpoint of this version", where=str(path), expected=f"{_FORMAT}, version {_VERSION}"
+        )
     return state
 
 
@@ -58,7 +60,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """The inverse of ``random_states``."""
+    """Restore what ``random_states`` returned."""
     version, values, following = states["python"]
     random.setstate((version, tuple(values), following))
     name, keys, *rest = states["numpy"]
@@ -69,7 +71,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Start all generators."""
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

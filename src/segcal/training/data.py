@@ -1,10 +1,9 @@
-"""Images with labels on disk, checked before training starts, and divided into training, validation and test."""
+"""Images with labels on disk, checked before training starts, and split into training, validation and test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,25 @@ from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, attach, list_cases
 from segcal.cases.missing import check_values
 from segcal.cases.oriented import Oriented, orient
-from segcal.cases.splits import by_group, check_splits
-from segcal.errors import ConfigError, DataError, InputError, SegcalError
+from segcal.cases.splits import by_group, check_splits, draw_parts, part_sizes
+from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.training.config import PARTS, TrainingConfig
 
 Array = NDArray[Any]
+# Shares of training, validation and test if neither the configuration nor the dataset says them.
 SHARES = (0.7, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
 class Scan:
-    """One image or volume with its labels, read when asked for.
+    """One image or volume with its labels, read on demand.
 
     Files that can be read in parts (npy, zarr, h5, nii) are read slice by slice; others stay in memory once decoded.
 
     Attributes:
-        images: Files of ``(channels, *spatial)`` or ``(*spatial)``; their channels are joined.
-        mean: Per channel, over the scan; ``std`` likewise. Images are normalised by them.
+        images: Files of ``(channels, *spatial)`` or ``(*spatial)``, whose channels are concatenated.
+        mean: The mean of each channel over the scan, used for normalisation.
+        std: The standard deviation of each channel, likewise.
     """
 
     id: str
@@ -48,27 +49,27 @@ class Scan:
 
     @property
     def spatial(self) -> tuple[int, ...]:
-        """Size of the image."""
+        """The size of the image."""
         return self.label.shape
 
     @property
     def channels(self) -> int:
-        """Channels of all image files together."""
+        """The number of channels of all image files together."""
         return sum(image.shape[0] if image.leading else 1 for image in self.images)
 
     def image(self, rows: slice) -> Tensor:
-        """Some rows of the image ``(channels, rows, ...)`` float32, in the values of its files."""
+        """Some rows of the image ``(channels, rows, ...)`` as float32, not normalised."""
         parts = [image.read(rows) for image in self.images]
         parts = [part if image.leading else part[None] for image, part in zip(self.images, parts, strict=True)]
         return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
     def normalised(self, rows: slice) -> Tensor:
-        """Some rows of the image with mean 0 and standard deviation 1 over the whole scan, channel by channel."""
+        """Some rows of the image; over the whole scan, each channel has mean 0 and standard deviation 1."""
         shape = (-1, *(1,) * len(self.spatial))
         return (self.image(rows) - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
 
     def labels(self, rows: slice) -> Tensor:
-        """Some rows of the labels ``(rows, ...)`` int64; what the mask leaves out is ignored."""
+        """Some rows of the labels ``(rows, ...)`` int64; masked voxels are ignored."""
         labels = self.label.read(rows).astype(np.int64)
         if self.mask is not None:
             labels[self.mask.read(rows) == 0] = self.ignore_index
@@ -77,7 +78,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Scans of one kind: as many classes, channels and axes each."""
+    """Scans with the same classes, channels and number of axes."""
 
     scans: Mapping[str, Scan]
     classes: int
@@ -89,7 +90,7 @@ class Dataset:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders that are read, where nothing may be written."""
+        """The input folders, where nothing may be written."""
         files = (part for scan in self.scans.values() for part in (*scan.images, scan.label))
         return tuple(dict.fromkeys(part.file.path.parent for part in files))
 
@@ -99,11 +100,11 @@ class Dataset:
         return next(iter(self.scans.values())).channels
 
     def parts(self, shares: Mapping[str, float] | None, seed: int) -> dict[str, tuple[str, ...]]:
-        """Names of the scans for ``train``, ``validation``, ``test``.
+        """The names of the scans for ``train``, ``validation``, ``test``.
 
-        Shares draw them at random, groups (patients) kept together. Without shares the dataset's lists count:
-        ``validation`` and ``test`` as listed, training on all scans that no list names; where there are no lists,
-        70/10/20 percent.
+        With shares the split is random and keeps groups (patients) together. Without shares the dataset's lists are
+        used: ``validation`` and ``test`` as listed, training on all scans that are in no list. Without lists, the
+        shares are 70/10/20 percent.
         """
         if shares is None and self.splits:
             held = {name for names in self.splits.values() for name in names}
@@ -112,7 +113,7 @@ class Dataset:
             found = {"train": rest, **{part: tuple(self.splits.get(part, ())) for part in PARTS[1:]}}
         else:
             sizes = SHARES if shares is None else tuple(shares.get(part, 0.0) for part in PARTS)
-            found = dict(zip(PARTS, split_names(list(self.scans), sizes, seed, self.groups), strict=True))
+            found = split_names(list(self.scans), sizes, seed, self.groups)
         if not found["train"]:
             raise DataError(
                 f"no scan is left to train on; {len(found['validation'])} validate and {len(found['test'])} test",
@@ -124,42 +125,34 @@ class Dataset:
 
 
 def split_names(
-    names: Sequence[str], sizes: Sequence[float], seed: int, groups: str | None
-) -> tuple[tuple[str, ...], ...]:
-    """Disjoint random parts of names, those of one group (a regular expression finds it) together.
+    names: Sequence[str], shares: Sequence[float], seed: int, groups: str | None
+) -> dict[str, tuple[str, ...]]:
+    """A random split of names into ``PARTS`` that keeps groups (found by a regular expression) together.
 
-    ``sizes`` are shares of the groups; a part that is asked for gets at least one.
+    ``shares`` are those of the names; every part with a positive share gets at least one group.
 
     Examples:
         >>> names = [f"p{patient}_{frame}" for patient in range(10) for frame in "ab"]
-        >>> [len(part) for part in split_names(names, (0.7, 0.1, 0.2), 0, "p.")]
-        [14, 2, 4]
+        >>> {part: len(own) for part, own in split_names(names, (0.7, 0.1, 0.2), 0, "p.").items()}
+        {'train': 14, 'validation': 2, 'test': 4}
     """
     members = by_group(names, groups)
-    found = sorted(members)
-    counts = np.diff(np.floor(np.cumsum(sizes) * len(found) + 0.5).astype(int), prepend=0)
-    for part, size in enumerate(sizes):
-        if size > 0 and not counts[part]:
-            counts[counts.argmax()] -= 1
-            counts[part] += 1
-    if any(size > 0 and count < 1 for size, count in zip(sizes, counts, strict=True)):
+    sizes = part_sizes([float(share) for share in shares], len(names))
+    drawn = draw_parts(members, sizes, [share > 0 for share in shares], seed)
+    if any(share > 0 and not part for share, part in zip(shares, drawn, strict=True)):
         raise DataError(
-            f"{len(names)} scans of {len(found)} patients (groups)",
+            f"{len(names)} scans of {len(members)} patients (groups)",
             where="split",
             expected="at least one patient for each of training, validation and test",
         )
-    np.random.default_rng(seed).shuffle(found)
-    edges = [0, *np.cumsum(counts).tolist()]
-    parts = [{name for group in found[a:b] for name in members[group]} for a, b in pairwise(edges)]
-    return tuple(tuple(name for name in names if name in part) for part in parts)
+    chosen = [{name for group in part for name in members[group]} for part in drawn]
+    return {part: tuple(name for name in names if name in own) for part, own in zip(PARTS, chosen, strict=True)}
 
 
 def open_dataset(config: TrainingConfig) -> Dataset:
-    """Find, open and check all scans of the folders of a configuration."""
-    found = [_open_folder(Path(folder), config) for folder in config.data]
-    first, *others = found
-    scans = dict(first.scans)
-    splits = dict(first.splits)
+    """Find, open and check all scans in the folders of a configuration."""
+    first, *others = [_open_folder(Path(folder), config) for folder in config.data]
+    scans, splits = dict(first.scans), dict(first.splits)
     for folder, other in zip(config.data[1:], others, strict=True):
         if (other.classes, other.ignore_index) != (first.classes, first.ignore_index):
             raise DataError(
@@ -171,7 +164,6 @@ def open_dataset(config: TrainingConfig) -> Dataset:
             raise DataError("is in two folders", case=twice[0], where=folder, expected="a name of its own")
         scans |= other.scans
         splits = {part: (*splits.get(part, ()), *other.splits.get(part, ())) for part in {*splits, *other.splits}}
-    dataset = replace(first, scans=scans, splits=splits)
     example = next(iter(scans.values()))
     for scan in scans.values():
         if (scan.channels, len(scan.spatial)) != (example.channels, len(example.spatial)):
@@ -186,7 +178,7 @@ def open_dataset(config: TrainingConfig) -> Dataset:
             case=example.id,
             expected="volumes (z, y, x), as dims = 3" if config.dims == 3 else "images (y, x) or volumes (z, y, x)",
         )
-    return dataset
+    return replace(first, scans=scans, splits=splits)
 
 
 def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
@@ -195,7 +187,7 @@ def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
     file = root / CONFIG_NAME
     declared = (load_config(file) if file.is_file() else DatasetConfig()).with_defaults()
     if declared.multilabel:
-        raise ConfigError("multilabel data", where=str(file), expected="one label map, of classes that exclude another")
+        raise ConfigError("multilabel data", where=str(file), expected="one label map with mutually exclusive classes")
     classes = config.classes or declared.classes
     if classes is None:
         raise ConfigError(
@@ -220,10 +212,10 @@ def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
     )
 
 
-def _find(root: Path, declared: DatasetConfig) -> Iterator[CaseFiles]:
-    """The files of every scan; one that lacks its image or its label is an error."""
+def _find(root: Path, declared: DatasetConfig) -> Sequence[CaseFiles]:
+    """The files of every scan. A scan without image or label is an error."""
     problems: list[SegcalError] = []
-    folders = [root / (declared.images or "images"), root / (declared.labels or "labels")]
+    folders = root / (declared.images or "images"), root / (declared.labels or "labels")
     for folder in folders:
         if not folder.is_dir():
             raise DataError("is not a folder", where=str(folder), expected="images/ and labels/ of a dataset")
@@ -233,54 +225,46 @@ def _find(root: Path, declared: DatasetConfig) -> Iterator[CaseFiles]:
         raise problems[0]
     if not found.cases:
         raise DataError("no labels", where=str(folders[1]), expected="at least one file for each of images and labels")
-    used = {path for case in found.cases for path in case.images}
     for case in found.cases:
         if not case.images:
             raise DataError("no image", case=case.id, expected=f"a file {folders[0]}/{case.id}.*")
-    for name, path in images.items():
-        if path not in used:
-            raise DataError("no label", case=name, expected=f"a file {folders[1]}/{name}.*")
-    yield from found.cases
+    used = {path for case in found.cases for path in case.images}
+    if alone := [name for name, path in images.items() if path not in used]:
+        raise DataError("no label", case=alone[0], expected=f"a file {folders[1]}/{alone[0]}.*")
+    return found.cases
 
 
 def _open_scan(files: CaseFiles, declared: DatasetConfig, classes: int) -> Scan:
     assert files.label is not None
     assert declared.ignore_index is not None
     try:
-        label = _orient(files.label, declared, 0)
-        spatial = label.shape
-        images = []
-        for path in files.images:
-            extra = len(open_array(path).shape) - len(spatial)
-            image = _orient(path, declared, int(extra == 1))
-            images.append(_same_size(image, spatial, path))
-        mask = None if files.mask is None else _same_size(_orient(files.mask, declared, 0), spatial, files.mask)
+        label = _orient(files.label, declared)
+        images = tuple(_orient(path, declared, label.shape, channels=True) for path in files.images)
+        mask = None if files.mask is None else _orient(files.mask, declared, label.shape)
         spacing = declared.spacing.get(files.id) if isinstance(declared.spacing, Mapping) else declared.spacing
         geometry = label.file.geometry or images[0].file.geometry
         if spacing is None and geometry is not None:
-            spacing = geometry.zooms[: len(spatial)][::-1]
-        scan = Scan(files.id, tuple(images), label, mask, declared.ignore_index, spacing)
-        return _check(scan, classes)
+            spacing = geometry.zooms[: len(label.shape)][::-1]
+        return _check(Scan(files.id, images, label, mask, declared.ignore_index, spacing), classes)
     except SegcalError as error:
         raise error.at(case=files.id) from None
 
 
-def _orient(path: Path, declared: DatasetConfig, leading: int) -> Oriented:
+def _orient(
+    path: Path, declared: DatasetConfig, spatial: tuple[int, ...] | None = None, *, channels: bool = False
+) -> Oriented:
+    """An array of this size, or of any size if that is None; ``channels`` allows one more axis in front."""
+    leading = int(channels and spatial is not None and len(open_array(path).shape) == len(spatial) + 1)
     array = orient(path, leading, axes=declared.axes, usual=("image", "labels", "label", "mask"))
     check_values(array.file)
-    return array
-
-
-def _same_size(array: Oriented, spatial: tuple[int, ...], path: Path) -> Oriented:
-    if array.shape[array.leading :] != spatial:
-        raise DataError(
-            f"has size {array.shape[array.leading :]}", where=str(path), expected=f"{spatial} as the labels have"
-        )
+    size = array.shape[leading:]
+    if spatial is not None and size != spatial:
+        raise DataError(f"has size {size}", where=str(path), expected=f"{spatial} as the labels have")
     return array
 
 
 def _check(scan: Scan, classes: int) -> Scan:
-    """Read all of a scan once: its values must be finite, its labels in range. Returns it with mean and deviation."""
+    """Read a whole scan, check that its values are finite and its labels in range, and add mean and deviation."""
     everything = slice(0, scan.spatial[0])
     labels = scan.label.read(everything)
     bad = (labels != scan.ignore_index) & ((labels < 0) | (labels >= classes) | (labels != np.round(labels)))
@@ -300,17 +284,6 @@ def _check(scan: Scan, classes: int) -> Scan:
             expected="finite images",
         )
     deviation, mean = torch.std_mean(image, 1, correction=0)
-    # A constant channel holds nothing, and stays 0.
+    # A constant channel becomes 0.
     deviation = torch.where(deviation > 0, deviation, 1.0)
     return replace(scan, mean=tuple(mean.tolist()), std=tuple(deviation.tolist()))
-
-
-def check_validation(names: Sequence[str], learner: str) -> None:
-    """Raise if there is nothing to validate on, which ``learner`` needs."""
-    if not names:
-        raise InputError(
-            f"{learner} needs a validation set, and it is empty",
-            where="split",
-            expected="validation scans: the multipliers are learned on them",
-            fix="give validation a share of the split",
-        )

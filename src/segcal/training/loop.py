@@ -1,4 +1,4 @@
-"""The reference trainer: the papers' protocol, resumable to the bit on a CPU."""
+"""The reference trainer: the papers' protocol. On a CPU, a resumed run ends with the same bits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from segcal.cases.pack import DATASET
-from segcal.errors import ConfigError, OutputError, SegcalError
+from segcal.errors import ConfigError, InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, check_writable
 from segcal.files.folders import OwnFolder
 from segcal.training import checkpoint
 from segcal.training.config import TrainingConfig, differences, load_config
-from segcal.training.data import check_validation, open_dataset
+from segcal.training.data import open_dataset
 from segcal.training.networks import UNet, load_network
 from segcal.training.objective import build_loss, controllers, views
 from segcal.training.prediction import Scores, validate, write_logits
@@ -34,7 +34,7 @@ LOGITS = {"validation": "logits-val", "test": "logits-test"}
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """How a run ended; ``dice``, ``nll`` and ``ece`` are the best model's on the validation scans."""
+    """The outcome of a run; ``dice``, ``nll`` and ``ece`` are those of the best model on the validation scans."""
 
     epochs: int
     best_epoch: int
@@ -48,12 +48,12 @@ class TrainingReport:
 def train(
     config: TrainingConfig | str | Path, *, resume: bool = False, progress: Progress = lambda step: None
 ) -> TrainingReport:
-    """Train a network as a configuration, or a TOML file of one, says; write checkpoints, log and logits.
+    """Train a network and write checkpoints, a log and logits.
 
     Args:
-        config: What to train; see ``segcal.training.config.TrainingConfig``.
-        resume: Go on from the last checkpoint of the output folder.
-        progress: Called before every step with where the run stands, then with every case that is written.
+        config: A ``segcal.training.config.TrainingConfig``, or a TOML file of one.
+        resume: Continue from the last checkpoint in the output folder.
+        progress: Called before every step with the epoch and the loss, then with the name of every case written.
     """
     trainer = Trainer(config if isinstance(config, TrainingConfig) else load_config(config), resume=resume)
     report = trainer.fit(progress)
@@ -62,9 +62,9 @@ def train(
 
 
 class Trainer:
-    """A training run: ``fit`` trains, ``write_logits`` writes what the best model says of validation and test scans.
+    """A training run: ``fit`` trains, ``write_logits`` writes the best model's logits of validation and test scans.
 
-    All input is checked here, before the first step. The generators of torch, NumPy and Python are seeded.
+    The constructor checks all input and seeds the random generators of torch, NumPy and Python.
     """
 
     def __init__(self, config: TrainingConfig, *, resume: bool = False) -> None:
@@ -79,13 +79,18 @@ class Trainer:
             )
         state = checkpoint.load(self.output / LAST) if resume else None
         self.dataset = open_dataset(config)
-        for folder in LOGITS.values():  # Known now, not after hours of training.
+        for folder in LOGITS.values():  # Fail now, not after hours of training.
             OwnFolder(self.output / folder, DATASET, inputs=self.dataset.folders, resume=resume)
         self.parts = self.dataset.parts(config.split, config.seed)
         self.loss = build_loss(config.loss, self.dataset.classes, self.dataset.ignore_index)
         self.controllers = controllers(self.loss)
-        if self.controllers:
-            check_validation(self.parts["validation"], "CRaC")
+        if self.controllers and not self.parts["validation"]:
+            raise InputError(
+                "CRaC needs a validation set, and it is empty",
+                where="split",
+                expected="validation scans: the multipliers are learned on them",
+                fix="give validation a share of the split",
+            )
         if state is not None:
             self._compare(state)
         self.processes = join(config.device)
@@ -101,8 +106,11 @@ class Trainer:
         ).to(self.processes.device)
         self.loss.to(self.processes.device)
         self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate)
-        halved = config.amp and self.processes.device.type == "cuda"
-        self.scaler = torch.amp.GradScaler(self.processes.device.type, enabled=halved)
+        device = self.processes.device.type
+        self.scaler = torch.amp.GradScaler(device, enabled=config.amp and device == "cuda")
+        self._stateful: dict[str, Any] = {
+            "network": self.network, "optimiser": self.optimiser, "scaler": self.scaler, "loss": self.loss
+        }  # fmt: skip
         self.samples = Samples(
             [self.dataset.scans[name] for name in self.parts["train"]],
             config.dims,
@@ -123,16 +131,16 @@ class Trainer:
 
     @property
     def steps_left(self) -> int:
-        """Steps that ``fit`` will make."""
+        """The number of steps that ``fit`` will make."""
         return max(0, self.config.epochs - self.done) * self.schedule.steps
 
     @property
     def cases_to_write(self) -> int:
-        """Cases that ``write_logits`` will write."""
+        """The number of cases that ``write_logits`` will write."""
         return sum(len(self.parts[part]) for part in LOGITS) if self.processes.first else 0
 
     def fit(self, progress: Progress = lambda step: None) -> TrainingReport:
-        """Train to the last epoch; every epoch ends with validation, a line of the log and a checkpoint."""
+        """Train to the last epoch. After every epoch, validate, write a line of the log and save a checkpoint."""
         started = time.perf_counter()
         model = self.processes.wrap(self.network)
         for epoch in range(self.done + 1, self.config.epochs + 1):
@@ -140,37 +148,28 @@ class Trainer:
             scores = self._validate()
             for controller in self.controllers:
                 controller.update()
-            self._remember(epoch, loss, scores)
+            self._end_epoch(epoch, loss, scores)
         self.processes.leave()
-        seconds = time.perf_counter() - started
-        best = self.best
+        best, seconds = self.best, time.perf_counter() - started
         return TrainingReport(
             self.done, int(best["epoch"]), best["dice"], best["nll"], best["ece"], seconds, self.output
         )
 
     def write_logits(self, progress: Progress = lambda case: None) -> None:
-        """Write the best model's logits as datasets; only the first process does."""
+        """Write the best model's logits as datasets, in the first process only."""
         if not self.processes.first:
             return
         best = load_network(self.output / BEST).to(self.processes.device)
-        for part, folder in LOGITS.items():
+        for part, folder_name in LOGITS.items():
             if self.parts[part]:
-                write_logits(
-                    best,
-                    self.dataset,
-                    self.parts[part],
-                    self.output / folder,
-                    dims=self.config.dims,
-                    batch=self.config.batch,
-                    dtype=self.config.logits,
-                    progress=progress,
-                )
+                names, folder = self.parts[part], self.output / folder_name
+                write_logits(best, self.dataset, names, folder, self.config, progress)
 
     def _train_epoch(self, model: torch.nn.Module, epoch: int, progress: Progress) -> float:
-        """One pass over the samples; the mean loss of its steps."""
+        """Train on all samples once; returns the mean loss of the steps."""
         model.train()
         for group in self.optimiser.param_groups:
-            group["lr"] = self.config.rate(epoch)
+            group["lr"] = self.config.learning_rate_at(epoch)
         self.samples.epoch = epoch
         steps = list(self.schedule.of(epoch))
         loader: DataLoader[Any] = DataLoader(
@@ -179,7 +178,7 @@ class Trainer:
             collate_fn=self.samples.collate,
             num_workers=self.config.workers,
             pin_memory=self.processes.device.type == "cuda",
-            generator=torch.Generator(),  # else every epoch would draw from the global one
+            generator=torch.Generator(),  # Otherwise every epoch would draw from the global generator.
         )
         total, shown = 0.0, "-"
         for step, (batch, (_, share)) in enumerate(zip(loader, steps, strict=True), 1):
@@ -222,18 +221,11 @@ class Trainer:
         names = self.parts["validation"]
         if not names:
             return Scores((math.nan,) * self.dataset.classes, math.nan, math.nan)
-        return validate(
-            self.network,
-            [self.dataset.scans[name] for name in names],
-            self.processes,
-            classes=self.dataset.classes,
-            dims=self.config.dims,
-            batch=self.config.batch,
-            controllers=self.controllers,
-        )
+        scans = [self.dataset.scans[name] for name in names]
+        return validate(self.network, scans, self.processes, self.dataset.classes, self.config, self.controllers)
 
-    def _remember(self, epoch: int, loss: float, scores: Scores) -> None:
-        """End an epoch: log it, keep the best model, save everything."""
+    def _end_epoch(self, epoch: int, loss: float, scores: Scores) -> None:
+        """Log the epoch, save the model if it is the best so far, and save a checkpoint."""
         self.done = epoch
         dice = scores.mean_dice(None if self.config.background else self.dataset.background)
         names = self.dataset.class_names or tuple(map(str, range(self.dataset.classes)))
@@ -241,7 +233,7 @@ class Trainer:
             "wall_time": time.time(),
             "epoch": epoch,
             "step": epoch * self.schedule.steps,
-            "learning_rate": self.config.rate(epoch),
+            "learning_rate": self.config.learning_rate_at(epoch),
             "train/loss": loss,
             "val/dice": dice,
             **{f"val/dice/{name}": value for name, value in zip(names, scores.dice, strict=True)},
@@ -254,7 +246,7 @@ class Trainer:
             for region, values in zip(("inner", "outer"), entry["multipliers"], strict=True):
                 row |= {f"{tag}/lambda/{region}/{name}": v for name, v in zip(names, values, strict=True)}
         self.history.append(row)
-        # Without a validation set the latest model counts as the best one.
+        # Without a validation set the latest model counts as the best.
         better = (math.isnan(dice) and not self.parts["validation"]) or dice > self.best.get("dice", -math.inf)
         if better or not self.best:
             self.best = {"epoch": epoch, "dice": dice, "nll": scores.nll, "ece": scores.ece}
@@ -269,23 +261,20 @@ class Trainer:
             "config": json.dumps(self.config.to_dict()),
             "scans": self._scans(),
             "epoch": self.done,
-            "network": self.network.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "loss": self.loss.state_dict(),
+            **{name: part.state_dict() for name, part in self._stateful.items()},
             "random": checkpoint.random_states(),
             "history": self.history,
             "best": self.best,
         }
 
     def _scans(self) -> dict[str, dict[str, list[int]]]:
-        """The size of every scan, by part and name."""
+        """The size of every scan by part and name."""
         return {
             part: {name: list(self.dataset.scans[name].spatial) for name in names} for part, names in self.parts.items()
         }
 
     def _compare(self, state: dict[str, Any]) -> None:
-        """Raise unless the checkpoint is of this very run."""
+        """Raise unless the checkpoint belongs to this run."""
         different = differences(self.config.to_dict(), json.loads(state["config"]))
         if state["scans"] != self._scans():
             different.append("the scans of " + ", ".join(self.config.data))
@@ -298,16 +287,14 @@ class Trainer:
             )
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.network.load_state_dict(state["network"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.loss.load_state_dict(state["loss"])
+        for name, part in self._stateful.items():
+            part.load_state_dict(state[name])
         checkpoint.set_random_states(state["random"])
         self.done, self.history, self.best = state["epoch"], list(state["history"]), dict(state["best"])
 
 
 def write_log(path: Path, history: list[dict[str, float]]) -> None:
-    """One line an epoch; columns are named as TensorBoard's tags are."""
+    """Write one line per epoch; columns are named like TensorBoard tags."""
     with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(history[0]))
         writer.writeheader()

@@ -1,11 +1,11 @@
-"""U-Nets for images and volumes of any size: the plain one of the papers, and one of residual blocks."""
+"""U-Nets for images and volumes of any size: the plain one of the papers, and one with residual blocks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segcal.errors import DataError, InputError, check_name
+from segcal.errors import DataError, InputError, check_name, check_whole
 from segcal.files.atomic import atomic_path
 
 Network = Literal["unet", "residual-unet"]
@@ -22,13 +22,13 @@ _KEY = "segcal.training.UNet"
 
 
 class UNet(nn.Module):
-    """U-Net: ``depth`` levels of two 3x3(x3) convolutions, ``width`` channels that double from level to level.
+    """U-Net: ``depth`` levels of two 3x3(x3) convolutions, with ``width`` channels that double from level to level.
 
-    Down by max pooling, up by transposed convolutions, skip connections joined (Ronneberger et al. 2015, whose network
-    is width 64 and depth 5; Çiçek et al. 2016 in 3D). Convolutions pad, so the output has the size of the input.
-    ``network="residual-unet"`` adds each level's input, brought to its width, to what its convolutions make of it (He
-    et al. 2016). Input ``(B, channels, *S)`` of any size, continued by its border to a multiple of ``2^(depth - 1)``
-    and cropped again; output logits ``(B, classes, *S)``.
+    Max pooling goes down, transposed convolutions go up, and skip connections are concatenated (Ronneberger et al.
+    2015, with width 64 and depth 5; Çiçek et al. 2016 in 3D). Convolutions are padded, so the output has the size of
+    the input. ``network="residual-unet"`` adds the input of each level to the output of its convolutions, by a 1x1(x1)
+    convolution (He et al. 2016). The input ``(B, channels, *S)`` may have any size: it is padded with its border values
+    to a multiple of ``2^(depth - 1)``, and the logits ``(B, classes, *S)`` are cropped.
 
     Args:
         channels: Channels of the image.
@@ -58,7 +58,16 @@ class UNet(nn.Module):
         dims: int = 2,
     ) -> None:
         super().__init__()
-        _check(channels, classes, network, width, depth, norm, dims)
+        for name, count, low, high in (
+            ("channels", channels, 1, None),
+            ("classes", classes, 2, None),
+            ("width", width, 1, None),
+            ("depth", depth, 1, 8),
+            ("dims", dims, 2, 3),
+        ):
+            check_whole(name, count, low, high)
+        check_name("network", network, get_args(Network))
+        check_name("norm", norm, get_args(Norm))
         self.options = {
             "channels": channels,
             "classes": classes,
@@ -80,7 +89,7 @@ class UNet(nn.Module):
         self.rise = nn.ModuleList(transposed(2 * width, width, 2, stride=2) for width in widths[-2::-1])
         self.up = nn.ModuleList(block(2 * width, width, norm, dims) for width in widths[-2::-1])
         self.head = _convolution(dims)(width, classes, 1)
-        if dims == 2:  # on a CPU convolutions are half as fast again
+        if dims == 2:  # makes convolutions on a CPU half as fast again
             self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -106,14 +115,14 @@ class UNet(nn.Module):
         return logits[inside].contiguous()
 
     def save(self, path: Path) -> None:
-        """Write the weights, and what the network is, to a safetensors file."""
+        """Write the weights and the constructor's arguments to a safetensors file."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         with atomic_path(path) as temporary:
             temporary.write_bytes(save(tensors, metadata={_KEY: json.dumps(self.options)}))
 
 
 def load_network(path: str | Path) -> UNet:
-    """The network of a file that training wrote, in evaluation mode.
+    """The network in a file written by training, in evaluation mode.
 
     Examples:
         >>> import tempfile
@@ -136,14 +145,14 @@ def load_network(path: str | Path) -> UNet:
 
 
 class _Plain(nn.Sequential):
-    """Two convolutions, each normalised and rectified."""
+    """Two convolutions, each followed by normalisation and ReLU."""
 
     def __init__(self, before: int, after: int, norm: Norm, dims: int) -> None:
         super().__init__(*_layer(before, after, norm, dims), nn.ReLU(), *_layer(after, after, norm, dims), nn.ReLU())
 
 
 class _Residual(nn.Module):
-    """Two convolutions beside a shortcut; rectified after the sum."""
+    """Two convolutions with a shortcut, and a ReLU after the sum."""
 
     def __init__(self, before: int, after: int, norm: Norm, dims: int) -> None:
         super().__init__()
@@ -156,7 +165,7 @@ class _Residual(nn.Module):
 
 
 def _layer(before: int, after: int, norm: Norm, dims: int) -> list[nn.Module]:
-    # A normalisation has its own offset: a bias before it would do nothing.
+    # Normalisation has its own offset, so a bias before it would have no effect.
     convolution = _convolution(dims)(before, after, 3, padding=1, bias=norm == "none")
     if norm == "none":
         return [convolution]
@@ -170,7 +179,7 @@ def _convolution(dims: int) -> Callable[..., nn.Module]:
 
 
 def _padded(size: int, multiple: int) -> int:
-    """The next multiple; at least two, because a normalisation has nothing to work on at a single voxel."""
+    """The next multiple; at least twice it, because normalisation needs more than one voxel at the lowest level."""
     return max(2, -(-size // multiple)) * multiple if multiple > 1 else size
 
 
@@ -178,15 +187,3 @@ def _enlarge(images: Tensor, by: list[int]) -> Tensor:
     if not any(by):
         return images
     return F.pad(images, [amount for size in reversed(by) for amount in (0, size)], mode="replicate")
-
-
-def _check(channels: int, classes: int, network: Any, width: int, depth: int, norm: Any, dims: int) -> None:
-    for name, value, lowest in (("channels", channels, 1), ("classes", classes, 2), ("width", width, 1)):
-        if value < lowest:
-            raise InputError(f"{name} is {value}", expected=f"at least {lowest}")
-    if not 1 <= depth <= 8:
-        raise InputError(f"depth is {depth}", expected="1 to 8 levels")
-    for name, value, choices in (("network", network, get_args(Network)), ("norm", norm, get_args(Norm))):
-        check_name(name, value, choices)
-    if dims not in (2, 3):
-        raise InputError(f"dims is {dims}", expected="2 (images, slices) or 3 (volumes)")

@@ -1,4 +1,4 @@
-"""The loss of a training run, made from its specification."""
+"""The loss of a training run, built from its specification."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from segcal.errors import ConfigError, check_name, did_you_mean
 from segcal.losses import LOSSES, CombinedLoss, CRaC
 from segcal.training.config import LossSpec
 
-# What the dataset and the trainer say.
+# Options that the dataset and the trainer set.
 _GIVEN = ("ignore_index", "reduction")
 
 
 def build_loss(specs: tuple[LossSpec, ...], classes: int, ignore_index: int) -> nn.Module:
-    """The loss, or the weighted sum of several. Options are the keywords of the loss; ``base = "none"`` has no base.
+    """The loss, or the weighted sum of several. Options are the keywords of the loss; ``base = "none"`` means None.
 
-    ``base`` may also be the id of another loss, which is then made with its defaults.
+    ``base`` may also be the id of another loss, which then has its default options.
 
     Examples:
         >>> build_loss((LossSpec("nacl", options={"weight": 0.2, "base": "dice"}),), 4, 255).base
@@ -28,7 +28,7 @@ def build_loss(specs: tuple[LossSpec, ...], classes: int, ignore_index: int) -> 
 
 
 def controllers(loss: nn.Module) -> list[CRaC]:
-    """The losses within that learn their multipliers on the validation set."""
+    """The CRaC losses in a loss, which learn their multipliers on the validation set."""
     return [module for module in loss.modules() if isinstance(module, CRaC)]
 
 

@@ -1,4 +1,4 @@
-"""Packed files: a whole image dataset in one npz of JPEG and PNG bytes, and the dataset folder made from it."""
+"""Packed files: a whole image dataset in one npz file of JPEG and PNG bytes. ``convert`` makes a folder from it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from segcal.files.atomic import atomic_path, file_name, writing
 from segcal.training.data import SHARES, split_names
 
 Array = NDArray[Any]
+# The arrays of an image collection, and the prefixes they have where the collection comes already split.
+_KEYS = ("images", "images_len", "labels", "labels_len")
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_"}
 _CARDIAC = ("background", "right ventricle", "myocardium", "left ventricle")
 _STREET = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
@@ -29,20 +31,20 @@ _STREET = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence
 
 @dataclass(frozen=True)
 class Known:
-    """What a packed file does not say of its dataset."""
+    """Facts about a dataset that its packed file does not hold."""
 
-    class_names: tuple[str, ...] | None
+    class_names: tuple[str, ...] | None = None
     ignore_index: int = 255
     background: int | None = 0
 
 
-#: By the name of the file.
+#: Datasets by the name of their packed file.
 KNOWN = {"acdc": Known(_CARDIAC), "camvid": Known(_STREET, ignore_index=11, background=None)}
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written: scans in all, and in each part."""
+    """What was written: the number of scans, groups and classes, and of scans in each part."""
 
     scans: int
     groups: int
@@ -52,7 +54,7 @@ class ConvertReport:
 
 @dataclass(frozen=True)
 class _Blobs:
-    """Encoded images one after the other."""
+    """Encoded images, concatenated."""
 
     key: str
     data: Array
@@ -65,7 +67,7 @@ class _Blobs:
         try:
             with Image.open(io.BytesIO(encoded)) as image:
                 array = np.asarray(image)
-        except Exception as error:  # whatever the decoder says of bytes that are no picture
+        except Exception as error:  # Decoders raise many kinds of errors.
             raise DataError(
                 f"number {index} of {self.key} cannot be decoded ({error})", case=scan, expected="JPEG or PNG"
             ) from None
@@ -74,7 +76,7 @@ class _Blobs:
 
 @dataclass(frozen=True)
 class _Scan:
-    """Where a scan's slices are: indices into the images and labels under a prefix; ``stacked`` ones are a volume."""
+    """The slices of a scan, as indices into the arrays with a prefix. ``stacked`` slices form a volume."""
 
     name: str
     prefix: str
@@ -95,18 +97,19 @@ def convert(
 ) -> ConvertReport:
     """Write a packed file as ``images/``, ``labels/`` and ``segcal.toml``.
 
-    Two layouts are known. ``images``, ``images_len``, ``labels``, ``labels_len`` and ``volume`` (the volume's name per
-    slice, in slice order): slices are stacked to volumes, and patients divided 70/10/20 into training, validation and
-    test. Or these with ``train_``, ``val_``, ``test_`` before them and ``names``: images, divided as given.
+    There are two layouts. With ``images``, ``images_len``, ``labels``, ``labels_len`` and ``volume`` (the name of each
+    slice's volume, in slice order), slices are stacked to volumes, and patients are split 70/10/20 into training,
+    validation and test. With the first four and ``names``, all prefixed by ``train_``, ``val_`` or ``test_``, images
+    are split as the prefixes say.
 
     Args:
         packed: The npz file.
         folder: Where to write; new or empty.
-        patients: Keep so many patients (of given splits: images), drawn at random.
-        seed: Of the draw and the division.
+        patients: How many patients (or images, if already split) to keep, drawn at random; None keeps all.
+        seed: Seed of the draw and the split.
         groups: Regular expression that finds the patient in a volume's name.
         class_names: One for each class. Known for files named acdc and camvid.
-        ignore_index: The label that is ignored; 255, and 11 for camvid.
+        ignore_index: The label that is ignored; by default 255, and 11 for camvid.
         progress: Called with the name of every scan.
     """
     check_seed(seed)
@@ -115,11 +118,12 @@ def convert(
     if ignore_index is not None:
         check_whole("ignore_index", ignore_index, -(2**63), 2**63 - 1)
     packed, folder = Path(packed), Path(folder)
-    known = KNOWN.get(packed.stem)
-    names = tuple(class_names) if class_names is not None else known.class_names if known else None
-    ignored = ignore_index if ignore_index is not None else known.ignore_index if known else 255
-    background = known.background if known and class_names is None else 0
-    about = Known(names, ignored, background)
+    known = KNOWN.get(packed.stem, Known())
+    about = Known(
+        known.class_names if class_names is None else tuple(class_names),
+        known.ignore_index if ignore_index is None else ignore_index,
+        known.background if class_names is None else 0,
+    )
     with atomic_path(folder, folder=True) as temporary:
         arrays = _open(packed)
         temporary.mkdir()
@@ -141,11 +145,11 @@ def _write(
     about: Known,
     progress: Callable[[str], None],
 ) -> tuple[ConvertReport, str]:
-    """Write images and labels; returns what was written, and the ``segcal.toml`` that belongs to it."""
+    """Write images and labels; returns a report and the text of ``segcal.toml``."""
     names, ignored = about.class_names, about.ignore_index
     volumes = "volume" in arrays
     scans = _volumes(arrays["volume"]) if volumes else _images(arrays)
-    parts = _divide(scans, patients, seed, groups) if volumes else _subset(scans, patients, seed)
+    parts = _split(scans, patients, seed, groups) if volumes else _subset(scans, patients, seed)
     chosen = {name for part in parts.values() for name in part}
     kept = [scan for scan in scans if scan.name in chosen]
     blobs = {prefix: _blobs(arrays, prefix) for prefix in sorted({scan.prefix for scan in kept})}
@@ -159,8 +163,7 @@ def _write(
                 case=scan.name,
                 expected="one class for every pixel",
             )
-        inside = labels[labels != ignored]
-        highest = max(highest, int(inside.max(initial=0)))
+        highest = max(highest, int(labels[labels != ignored].max(initial=0)))
         if names is not None and highest >= len(names):
             raise DataError(f"label {highest}", case=scan.name, expected=f"0..{len(names) - 1}, or {ignored} to ignore")
         for kind, array in (("images", image), ("labels", labels)):
@@ -176,24 +179,21 @@ def _open(path: Path) -> Mapping[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # whatever NumPy and zipfile say of a file that is none of theirs
+    except Exception as error:  # NumPy and zipfile raise many kinds of errors.
         raise DataError(f"cannot be read ({error})", where=str(path), expected="a packed npz file") from None
-    kinds = ("images", "images_len", "labels", "labels_len")
-    whole = all(key in arrays for key in (*kinds, "volume"))
-    split = any(f"{p}names" in arrays for p in _PREFIXES.values()) and all(
-        f"{p}{key}" in arrays for p in _PREFIXES.values() if f"{p}names" in arrays for key in kinds
-    )
-    if not whole and not split:
+    prefixes = [prefix for prefix in _PREFIXES.values() if f"{prefix}names" in arrays]
+    expected = [f"{prefix}{key}" for prefix in prefixes for key in _KEYS] if prefixes else [*_KEYS, "volume"]
+    if not all(key in arrays for key in expected):
         raise DataError(
             f"holds the arrays {', '.join(arrays) or '(none)'}",
             where=str(path),
-            expected=f"{', '.join(kinds)} and volume, or these and names with train_, val_, test_ before them",
+            expected=f"{', '.join(_KEYS)} and volume, or these and names with train_, val_, test_ before them",
         )
     return arrays
 
 
 def _names(array: Array, key: str) -> list[str]:
-    """Names that files can have."""
+    """The names in an array, checked to be valid file names."""
     if array.ndim != 1 or array.dtype.kind != "U":
         raise DataError(f"{key} is a {array.dtype} array of shape {array.shape}", expected="a list of names (texts)")
     return [file_name(name) for name in array.tolist()]
@@ -219,7 +219,7 @@ def _images(arrays: Mapping[str, Array]) -> list[_Scan]:
 
 
 def _blobs(arrays: Mapping[str, Array], prefix: str) -> tuple[_Blobs, _Blobs]:
-    """Images and labels under a prefix, as many as there are names, of lengths that add up to their bytes."""
+    """Images and labels with a prefix, checked: one for each name, with lengths that add up to the bytes."""
     count = len(arrays["volume" if not prefix else f"{prefix}names"])
     found = []
     for key in (f"{prefix}images", f"{prefix}labels"):
@@ -247,16 +247,16 @@ def _join(source: _Blobs, scan: _Scan) -> Array:
     return np.stack(slices, axis=slices[0].ndim - 2)
 
 
-def _divide(scans: Sequence[_Scan], patients: int | None, seed: int, groups: str) -> dict[str, tuple[str, ...]]:
-    """Volumes to training, validation and test by patient."""
+def _split(scans: Sequence[_Scan], patients: int | None, seed: int, groups: str) -> dict[str, tuple[str, ...]]:
+    """A random split of the volumes by patient."""
     found = by_group([scan.name for scan in scans], groups)
     chosen = _draw(sorted(found), patients, seed)
     names = [scan.name for scan in scans if any(scan.name in found[patient] for patient in chosen)]
-    return dict(zip(_PREFIXES, split_names(names, SHARES, seed, groups), strict=True))
+    return split_names(names, SHARES, seed, groups)
 
 
 def _subset(scans: Sequence[_Scan], images: int | None, seed: int) -> dict[str, tuple[str, ...]]:
-    """The given parts, or about as large a share of each."""
+    """The parts that the prefixes give; with a number of images, the same share of each."""
     parts = {part: tuple(s.name for s in scans if s.prefix == prefix) for part, prefix in _PREFIXES.items()}
     if images is None:
         return parts
@@ -276,7 +276,7 @@ def _draw(names: Sequence[str], count: int | None, seed: int) -> list[str]:
 
 
 def _describe(parts: Mapping[str, Sequence[str]], classes: int, about: Known, groups: str | None) -> str:
-    """The ``segcal.toml``. Training scans are those that no list names."""
+    """The text of ``segcal.toml``. Training scans are those that are in no list."""
     lines = ["# Written by segcal.", f"classes = {classes}", f"ignore_index = {about.ignore_index}"]
     lines.append(background_line(about.background))
     if about.class_names is not None:

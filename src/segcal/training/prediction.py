@@ -1,4 +1,4 @@
-"""What a network says of whole scans: validation scores, and datasets of logits."""
+"""Predictions for whole scans: validation scores, and datasets of logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from segcal.losses import CRaC
 from segcal.metrics import dice_per_class, ece, nll
 from segcal.metrics.measure import Measure
 from segcal.statistics import VoxelStatistics
+from segcal.training.config import TrainingConfig
 from segcal.training.data import Dataset, Scan
 from segcal.training.processes import Processes
 from segcal.types import Case
@@ -23,11 +23,12 @@ from segcal.types import Case
 
 @dataclass(frozen=True)
 class Scores:
-    """How a network does on the validation scans.
+    """The scores of a network on the validation scans.
 
     Attributes:
-        dice: Of every class, the mean over the scans where it occurs or is predicted; NaN where it never does.
-        nll: Over all voxels, as is ``ece`` (15 bins).
+        dice: For each class, the mean over the scans where it occurs or is predicted; NaN if there are none.
+        nll: Over all voxels.
+        ece: Over all voxels, with 15 bins.
     """
 
     dice: tuple[float, ...]
@@ -35,7 +36,7 @@ class Scores:
     ece: float
 
     def mean_dice(self, without: int | None) -> float:
-        """Mean over the classes but one, where one is given."""
+        """The mean over all classes except ``without``."""
         return float(Measure.mean(value for k, value in enumerate(self.dice) if k != without))
 
 
@@ -43,8 +44,8 @@ class Scores:
 def predict(network: nn.Module, scan: Scan, rows: slice, *, dims: int, batch: int) -> Iterator[tuple[slice, Tensor]]:
     """Logits ``(B, C, *S)`` float32 of some rows of a scan, on the network's device.
 
-    Volumes go through a network for images as batches of slices, each with the rows it holds; all else at once, which
-    needs all rows. No mixed precision: calibration is about small differences.
+    A network for images takes a volume in batches of slices, which are yielded with their rows. Otherwise the scan is
+    predicted at once, from all its rows. Mixed precision is off, because calibration depends on small differences.
     """
     device = next(network.parameters()).device
     if len(scan.spatial) == dims:
@@ -59,13 +60,11 @@ def validate(
     network: nn.Module,
     scans: Sequence[Scan],
     processes: Processes,
-    *,
     classes: int,
-    dims: int,
-    batch: int,
+    config: TrainingConfig,
     controllers: Sequence[CRaC] = (),
 ) -> Scores:
-    """The scores of a network, which is put into evaluation mode; CRaC's controllers see its logits.
+    """The scores of a network, which is put into evaluation mode. CRaC losses (``controllers``) observe its logits.
 
     Every process takes its share of the scans.
     """
@@ -73,9 +72,9 @@ def validate(
     whole, rows = VoxelStatistics(classes, bins=(15,), classwise=False), []
     for scan in scans[processes.rank :: processes.world]:
         stats = whole.empty_like()
-        for part, logits in predict(network, scan, slice(0, scan.spatial[0]), dims=dims, batch=batch):
-            labels = scan.labels(part).to(logits.device)
-            labels = labels[None] if labels.ndim == dims else labels
+        everything = slice(0, scan.spatial[0])
+        for part, logits in predict(network, scan, everything, dims=config.dims, batch=config.batch):
+            labels = scan.labels(part).to(logits.device).view(len(logits), *logits.shape[2:])
             stats.update(logits, labels, ignore_index=scan.ignore_index)
             for controller in controllers:
                 controller.observe(logits, labels)
@@ -93,45 +92,43 @@ def write_logits(
     dataset: Dataset,
     names: Sequence[str],
     folder: Path,
-    *,
-    dims: int,
-    batch: int,
-    dtype: Literal["float16", "float32"],
+    config: TrainingConfig,
     progress: Callable[[str], None],
 ) -> None:
-    """Write logits, labels and images of some scans as a dataset, over those that the run wrote before."""
+    """Write logits, labels and images of some scans as a dataset, replacing those of an earlier run."""
+    network.eval()
+
+    def open_case(name: str) -> Case:
+        return Case(_Prediction(network, dataset, dataset.scans[name], config))
+
     cases = _Predictions(
-        [CaseRef(name, partial(_open, network, dataset, name, dims, batch)) for name in names],
+        [CaseRef(name, partial(open_case, name)) for name in names],
         num_classes=dataset.classes,
         ignore_index=dataset.ignore_index,
         background=dataset.background,
         class_names=dataset.class_names,
         groups=dataset.groups,
     )
-    write_dataset(cases, folder, dtype=dtype, resume=True, progress=progress)
+    write_dataset(cases, folder, dtype=config.logits, resume=True, progress=progress)
 
 
 class _Predictions(CaseSet):
-    """Cases that are computed, not read: one by one, with all threads, instead of ahead on one."""
+    """Cases that are computed, not read: one at a time on all threads, not ahead of time on one thread."""
 
     def __iter__(self) -> Iterator[Case]:
         return (ref.open() for ref in self.refs)
 
 
-def _open(network: nn.Module, dataset: Dataset, name: str, dims: int, batch: int) -> Case:
-    return Case(_Prediction(network.eval(), dataset, dataset.scans[name], dims, batch))
-
-
 class _Prediction:
-    """A scan and what the network says of it, as a ``segcal.types.CaseSource``."""
+    """A scan with the network's logits, as a ``segcal.types.CaseSource``."""
 
     batch = 1
 
-    def __init__(self, network: nn.Module, dataset: Dataset, scan: Scan, dims: int, at_once: int) -> None:
+    def __init__(self, network: nn.Module, dataset: Dataset, scan: Scan, config: TrainingConfig) -> None:
         self.id, self.num_classes, self.ignore_index = scan.id, dataset.classes, dataset.ignore_index
         self.spatial, self.spacing = scan.spatial, scan.spacing
-        self.sliceable = len(scan.spatial) > dims
-        self._predict = partial(predict, network, scan, dims=dims, batch=at_once)
+        self.sliceable = len(scan.spatial) > config.dims
+        self._predict = partial(predict, network, scan, dims=config.dims, batch=config.batch)
         self._scan = scan
 
     def logits(self, rows: slice) -> Tensor:

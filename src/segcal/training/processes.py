@@ -1,4 +1,4 @@
-"""The device, and the processes that torchrun started, if it did."""
+"""The device, and the processes of a torchrun job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among its ``world``, and where it computes."""
+    """The device of this process, its rank, and the number of processes."""
 
     device: torch.device
     rank: int = 0
     world: int = 1
     joined: bool = False
-    """Whether they met here, and are to part here."""
+    """Whether ``join`` initialised the process group, so that ``leave`` must destroy it."""
 
     @property
     def first(self) -> bool:
@@ -37,7 +37,7 @@ class Processes:
         return DistributedDataParallel(network, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def gather(self, items: list[Item]) -> list[Item]:
-        """The items of all processes, in the order of their ranks."""
+        """The items of all processes, in order of rank."""
         if self.world == 1:
             return items
         gathered: list[Any] = [None] * self.world
@@ -45,19 +45,19 @@ class Processes:
         return [item for part in gathered for item in part]
 
     def share_buffers(self, network: nn.Module) -> None:
-        """Give all processes the first one's running means, which are what it saves."""
+        """Copy the first process's buffers (running means), which are the ones it saves, to all processes."""
         if self.world > 1:
             for buffer in network.buffers():
                 distributed.broadcast(buffer, 0)
 
     def leave(self) -> None:
-        """Let go of the other processes, if they met for this."""
+        """Destroy the process group if ``join`` initialised it."""
         if self.joined and distributed.is_initialized():
             distributed.destroy_process_group()
 
 
 def join(device: str) -> Processes:
-    """Pick the device and, under torchrun, meet the other processes: over NCCL on CUDA, Gloo elsewhere.
+    """Choose the device and, under torchrun, join the process group: NCCL on CUDA, Gloo elsewhere.
 
     Examples:
         >>> join("cpu")

@@ -1,4 +1,4 @@
-"""From scans to batches: slices, crops, augmentation. All that is random follows from seed, epoch and sample alone."""
+"""From scans to batches: slices, crops, augmentation. Randomness depends on seed, epoch and sample index only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils import data
 from segcal.training.config import Augmentation
 from segcal.training.data import Scan
 
+# Largest angle of the rotation augmentation.
 MOST_DEGREES = 15.0
 
 
@@ -38,13 +39,13 @@ class Samples(data.Dataset[Sample]):
     """The training samples of an epoch: images, slices of volumes (``dims`` 2), or volumes (``dims`` 3).
 
     Args:
-        scans: Where they come from.
-        dims: Spatial axes of a sample.
-        seed: Of everything random.
-        augment: ``flip`` mirrors each axis (of volumes: each in-plane axis) of half the samples; ``rotate`` turns half
-            of them in the plane, by up to 15 degrees.
-        crop: Size of a sample: cut at random, or padded with ignored voxels.
-        views: How many views with different contrast, brightness and noise; 1 leaves the values as they are.
+        scans: The training scans.
+        dims: Number of spatial axes of a sample.
+        seed: Seed of all augmentation and cropping.
+        augment: ``flip`` mirrors each in-plane axis with probability 1/2; ``rotate`` rotates half of the samples in the
+            plane, by up to 15 degrees.
+        crop: Size of a sample, cropped at random or padded with ignored voxels.
+        views: How many views with different contrast, brightness and noise; 1 leaves the values unchanged.
     """
 
     scans: Sequence[Scan]
@@ -76,11 +77,11 @@ class Samples(data.Dataset[Sample]):
             image, labels = image.flip(axes), labels.flip(axes)
         if "rotate" in self.augment and rng.random() < 0.5:
             image, labels = rotate(image, labels, rng.uniform(-MOST_DEGREES, MOST_DEGREES), self.ignore_index)
-        views = [image] if self.views == 1 else [_look(image, rng) for _ in range(self.views)]
+        views = [image] if self.views == 1 else [_view(image, rng) for _ in range(self.views)]
         return Sample(torch.stack(views), labels)
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Join samples; smaller ones are padded with ignored voxels."""
+        """Stack samples; smaller ones are padded with ignored voxels."""
         size = [max(sizes) for sizes in zip(*(sample.labels.shape for sample in samples), strict=True)]
         images = torch.stack([_pad(sample.views, size, 0.0) for sample in samples], 1).flatten(0, 1)
         labels = torch.stack([_pad(sample.labels, size, self.ignore_index) for sample in samples])
@@ -89,10 +90,10 @@ class Samples(data.Dataset[Sample]):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which samples make up each step of an epoch, for one of ``world`` processes.
+    """The samples of each step of an epoch, for one of ``world`` processes.
 
-    The order follows from seed and epoch. A process takes every ``world``-th sample of a step; where a step has fewer
-    samples than processes, one without takes the first, whose loss then counts nothing.
+    The order depends on seed and epoch only. A process takes every ``world``-th sample of a step. If a step has fewer
+    samples than processes, a process without one takes the first sample with weight 0.
     """
 
     samples: int
@@ -103,14 +104,14 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch."""
+        """The number of steps in an epoch."""
         return math.ceil(self.samples / self.batch)
 
     def of(self, epoch: int) -> Iterator[tuple[list[int], float]]:
-        """Samples of every step, and what this process's mean loss is multiplied by.
+        """The samples of every step, and the weight of this process's mean loss.
 
-        Processes average their gradients, so that ``world`` times the process's part of the step makes the average
-        that over the samples.
+        Gradients are averaged over processes. Weighting each process by ``world`` times its share of the samples makes
+        that the average over samples.
 
         Examples:
             >>> [len(step) for step, _ in Schedule(10, 4, seed=0).of(1)]
@@ -137,12 +138,12 @@ def rotate(image: Tensor, labels: Tensor, degrees: float, ignore_index: int) -> 
     """
     height, width = labels.shape[-2:]
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # Coordinates run from -1 to 1 on both axes, so that turning them needs the ratio of the sides.
+    # Coordinates run from -1 to 1 along both axes, so the rotation needs the aspect ratio.
     turn = torch.tensor([[[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]])
     grid = F.affine_grid(turn, [1, 1, height, width], align_corners=False)
     flat = image.reshape(1, -1, height, width)
     turned = F.grid_sample(flat, grid, mode="bilinear", align_corners=False).view(image.shape)
-    # Zeros come from outside: so ignored must be zero while turning.
+    # Rotation fills in zeros from outside the image, so the ignored label is shifted to 0 meanwhile.
     shifted = (labels - ignore_index).float().reshape(1, -1, height, width)
     moved = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)
     return turned, moved.long().view(labels.shape) + ignore_index
@@ -170,8 +171,8 @@ def _pad(tensor: Tensor, size: Sequence[int], value: float) -> Tensor:
     return F.pad(tensor, [amount for lack in reversed(missing) for amount in (0, lack)], value=value)
 
 
-def _look(image: Tensor, rng: np.random.Generator) -> Tensor:
-    """Another contrast, brightness and noise; the image is normalised, so that they are in its standard deviations."""
+def _view(image: Tensor, rng: np.random.Generator) -> Tensor:
+    """A random change of contrast, brightness and noise, in units of the normalised image's standard deviation."""
     contrast, brightness = rng.uniform(0.8, 1.2), rng.uniform(-0.2, 0.2)
     noise = torch.from_numpy(rng.normal(0, 0.1, image.shape).astype(np.float32))
     return image * contrast + brightness + noise

@@ -1,4 +1,4 @@
-"""Photometric corruptions of images: a covariate shift of known strength that leaves every label where it is.
+"""Photometric corruptions of images: a covariate shift of known strength that keeps all labels valid.
 
 The bank of Kirscher et al., Table 6, after ImageNet-C (Hendrycks and Dietterich, ICLR 2019): noise, blur, brightness,
 JPEG compression and fog, each mild or strong. Images are ``(C, H, W)`` or ``(C, D, H, W)`` with values in [0, 1];
@@ -40,14 +40,14 @@ def corrupt(image: Tensor, name: str, kind: Corruption | None, severity: Severit
 
     With x the image and everything clipped to [0, 1]: ``noise`` x + N(0, sigma^2), sigma 0.03 or 0.10; ``blur`` a
     Gaussian of sigma 1 in 5 or 3 in 13 pixels, mirrored at the border; ``brightness`` 1.2 x or 1.8 x; ``jpeg`` quality
-    60 or 10, of colours together where there are three, else channel by channel; ``fog`` (1 - a) x + a, a 0.1 or 0.5.
+    60 or 10, of three channels together as colours, else of each channel; ``fog`` (1 - a) x + a, a 0.1 or 0.5.
 
     Args:
         image: ``(C, H, W)`` or ``(C, D, H, W)``, floating point, in [0, 1].
-        name: Of the image; with the seed it decides the noise and, without ``kind``, the corruption.
+        name: The image's name. With the seed it determines the noise and, without ``kind``, the corruption.
         kind: Which corruption; None takes ``corruption_of(name, seed)``.
         severity: ``"mild"`` or ``"strong"``.
-        seed: Another seed, other choices.
+        seed: Seed of the noise and of the choice.
 
     Examples:
         >>> image = torch.full((3, 8, 8), 0.5)
@@ -76,7 +76,7 @@ def corrupt(image: Tensor, name: str, kind: Corruption | None, severity: Severit
 
 
 def corruption_of(name: str, seed: int = 0) -> Corruption:
-    """The corruption of an image: a hash of its name and the seed picks one, whatever other images there are.
+    """The corruption of an image, chosen by a hash of its name and the seed.
 
     Examples:
         >>> corruption_of("munster_000") == corruption_of("munster_000")
@@ -86,7 +86,7 @@ def corruption_of(name: str, seed: int = 0) -> Corruption:
 
 
 def value_range(image: Tensor) -> tuple[float, float]:
-    """The values that stand for black and white: 0 to 1 or 0 to 255 where all lie there, else the image's extremes.
+    """The values of black and white: (0, 1) or (0, 255) if all values lie within, else the image's extremes.
 
     Examples:
         >>> value_range(torch.tensor([0.2, 0.9])), value_range(torch.tensor([3.0, 90.0]))
@@ -103,14 +103,15 @@ def value_range(image: Tensor) -> tuple[float, float]:
 
 
 class CorruptedCase:
-    """A case whose image is corrupted and whose logits a model predicts from that; labels and all else stay.
+    """A case with a corrupted image and the logits that a model predicts from it; all else is unchanged.
 
     Args:
         case: The clean case, with an image.
-        model: From an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``.
+        model: Maps an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``.
         severity: ``"mild"`` or ``"strong"``.
-        seed: Of the corruption.
-        multilabel: The model gives a sigmoid logit for each channel of multi-label data, ``(1, K, *spatial)``.
+        seed: Seed of the corruption.
+        multilabel: Whether the model gives sigmoid logits ``(1, K, *spatial)``, one for each channel of multi-label
+            data.
     """
 
     sliceable = True
@@ -151,16 +152,16 @@ class CorruptedCase:
         return multilabel_view(logits, "logits") if self.multilabel else logits
 
     def logits(self, rows: slice) -> Tensor:
-        """What the model makes of the corrupted image."""
+        """The model's logits of the corrupted image."""
         return self._logits[:, :, rows]
 
     def labels(self, rows: slice) -> Tensor:
-        """Those of the clean case."""
+        """The labels of the clean case."""
         labels: Tensor = self.case.rows("labels", rows)
         return labels
 
     def mask(self, rows: slice) -> Tensor | None:
-        """That of the clean case."""
+        """The mask of the clean case."""
         mask: Tensor | None = self.case.rows("mask", rows)
         return mask
 
@@ -188,11 +189,11 @@ def _blurred(image: Tensor, size: int, sigma: float) -> Tensor:
     weights = (weights / weights.sum()).to(image)
     planes = image.reshape(-1, 1, *image.shape[-2:])
     for axis in (2, 3):
-        # An index that runs to and fro mirrors as often as a small image needs; padding refuses to.
+        # A triangle wave of indices mirrors small images as often as needed, which torch's padding does not.
         length = planes.shape[axis]
         index = torch.arange(-(size // 2), length + size // 2, device=image.device)
-        index = (index % max(1, 2 * length - 2)) if length > 1 else torch.zeros_like(index)
-        mirrored = torch.minimum(index, (2 * length - 2) - index) if length > 1 else index
+        period = max(1, 2 * length - 2)
+        mirrored = torch.minimum(index % period, period - index % period)
         shape = (1, 1, size, 1) if axis == 2 else (1, 1, 1, size)
         planes = functional.conv2d(planes.index_select(axis, mirrored), weights.reshape(shape))
     return planes.reshape(image.shape)
