@@ -34,6 +34,7 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
     reference otherwise (float64 logits keep their precision there). ``threads`` are numba's; None means torch's number.
 
     Examples:
+        >>> from segcal.kernels.grid import BinGrid
         >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])
         >>> tally(Voxels(logits, labels, BinGrid.top_label((15,)), None))[0].confusion
         array([[[1, 1],
