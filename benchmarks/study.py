@@ -37,6 +37,7 @@ from segcal.calibrators import (
 from segcal.cases import open_cases, write_dataset
 from segcal.cases.disk import DiskCase
 from segcal.evaluation.evaluate import evaluate_many
+from segcal.evaluation.plan import Plan
 from segcal.inference import hierarchical_bootstrap, mean_over_repeats
 from segcal.study import Step, compare
 from segcal.synthetic import demo_plant, scenes
@@ -153,7 +154,7 @@ def simulated(cases: int, noise: float) -> tuple[float, float]:
 def of_scenes(population: int, cases: int) -> tuple[float, float]:
     data = scenes(population, size=(32, 40), plant=demo_plant(6), seed=11)
     ts = TemperatureScaling().fit(scenes(10, size=(32, 40), plant=demo_plant(6), seed=12))
-    found = evaluate_many(data, {"before": None, "after": ts}, metrics=("nll", "ece", "dsc"))
+    found = evaluate_many(Plan.make(("nll", "ece", "dsc")), data, {"before": None, "after": ts})
     table = np.array(
         [list(own.values(metric).values()) for own in found.values() for metric in ("nll", "ece", "dsc")]
     ).T

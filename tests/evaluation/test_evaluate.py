@@ -12,6 +12,7 @@ import segcal
 from datasets import labels, logits, nnunet, plain
 from segcal.errors import InputError
 from segcal.evaluation.evaluate import evaluate, evaluate_many
+from segcal.evaluation.plan import Plan
 from segcal.evaluation.results import POOLED, Results
 from segcal.kernels import AffineMap
 from segcal.metrics import METRICS, PRESETS, Column
@@ -312,7 +313,9 @@ def test_exact_local_patches_and_every_calibrator_in_one_read():
     ts = segcal.calibrators.TemperatureScaling().fit(cases)
     options = {"metrics": ("ece", "ace-adaptive"), "regions": ("everything", "local"), "exact": True}
     reads = []
-    many = evaluate_many(cases, {"before": None, "after": ts}, **options, progress=reads.append)
+    many = evaluate_many(
+        Plan.make(**options, background=cases.background), cases, {"before": None, "after": ts}, progress=reads.append
+    )
     assert reads == [*cases.ids] * 2  # once for all, and once more for the pooled edges
     assert many["before"].rows == evaluate(cases, **options).rows
     assert many["after"].rows == evaluate(cases, ts, **options).rows

@@ -16,6 +16,7 @@ from segcal.calibrators import CALIBRATORS
 from segcal.cases import write_dataset
 from segcal.errors import InputError
 from segcal.evaluation.evaluate import evaluate, evaluate_many
+from segcal.evaluation.plan import Plan
 from segcal.evaluation.results import POOLED, Results, Row
 
 PARTS = channels(3, {"liver": 1.0, "tumour": 4.0, "vein": 0.4}, size=(40, 48), ignored=0.05)
@@ -85,7 +86,7 @@ def test_calibrators_of_channels_are_seen(name):
     parts = channels(2, {"a": 1.0, "b": 4.0}, size=(20, 24), members=3, member_noise=2.0)
     cases = stacked(**parts)
     calibrator = CALIBRATORS[name](**({"epochs": 1} if name == "lts" else {})).fit(cases)
-    many = evaluate_many(cases, {"before": None, "after": calibrator}, metrics=("nll", "flip"))
+    many = evaluate_many(Plan.make(("nll", "flip")), cases, {"before": None, "after": calibrator})
     for channel, own, part in zip(parts, calibrator.channels, parts.values(), strict=True):
         same_rows(many["after"].channel(channel).rows, evaluate(part, own, metrics=("nll", "flip")).rows)
         same_rows(many["before"].channel(channel).rows, evaluate(part, metrics=("nll", "flip")).rows)

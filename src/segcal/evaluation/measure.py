@@ -1,4 +1,4 @@
-"""All metrics of one case, through any number of calibrators, from one read of its scores."""
+"""All metrics of one case, with any number of calibrators, from one read of its scores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from segcal.regions import CaseRegions, Window
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import Case, row_slices
 
-# Column number to the second pass that its metric needs.
+# The second passes that metrics need, by the number of their column.
 SecondPasses = dict[int, SecondPass]
 
 
 class CaseVoxels:
-    """The voxels of a case, whatever the calibrator: labels, regions and distances, found once.
+    """The voxels of a case: labels, regions and distances, computed once for all calibrators.
 
-    ``threads`` are for calibrators and kernels; all else is light work, which is quicker on one.
+    ``threads`` are for calibrators and kernels. All else is light work, which is faster on one thread.
     """
 
     def __init__(self, plan: Plan, case: Case, threads: int) -> None:
@@ -46,11 +46,12 @@ class CaseVoxels:
         }
         self.distance = self.where.distance if "distance" in plan.needs else None
 
-    @property
-    def windows(self) -> Iterator[Window]:
-        """The whole case in pieces of some rows each."""
+    def windows(self) -> Iterator[tuple[Window, Tensor]]:
+        """The whole case in pieces of some rows each, with their logits."""
         columns = tuple(slice(0, size) for size in self.case.shape[3:])
-        return ((rows, *columns) for rows in row_slices(self.case.shape))
+        for rows in row_slices(self.case.shape):
+            window = (rows, *columns)
+            yield window, self.logits(window)
 
     def logits(self, window: Window) -> Tensor:
         """The uncalibrated scores in a window."""
@@ -59,7 +60,7 @@ class CaseVoxels:
 
 
 def _narrow_labels(case: Case) -> Tensor:
-    """The labels ``(N, *spatial)`` of a case, in two bytes each unless there are numbers that do not fit."""
+    """The labels ``(N, *spatial)`` of a case, as int16 unless some do not fit."""
     fits, labels = torch.iinfo(torch.int16), None
     for rows in row_slices(case.shape):
         some: Tensor = case.rows("labels", rows)
@@ -74,7 +75,7 @@ def _narrow_labels(case: Case) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """Scores in a window, the map to apply to them, and the uncalibrated argmax where they are mapped already."""
+    """Scores in a window, the map still to be applied to them, and the uncalibrated argmax if none is."""
 
     values: Tensor
     score_map: AffineMap | None
@@ -87,15 +88,15 @@ class Scores(NamedTuple):
 
 
 class CalibratedCase:
-    """The voxels of a case through one calibrator; in chunks where the calibrator allows it."""
+    """The voxels of a case with one calibrator, in chunks if the calibrator allows it."""
 
     def __init__(self, voxels: CaseVoxels, calibrator: AnyCalibrator) -> None:
         self.voxels, self.calibrator = voxels, None if calibrator is None else as_calibrator(calibrator)
         self.score_map = None if self.calibrator is None else self.calibrator.score_map
 
     def scores(self, window: Window, logits: Tensor) -> Scores:
-        """What the calibrator makes of a window with these logits."""
-        if self.calibrator is None or self._fused(logits):
+        """The calibrated scores of a window with these logits; affine maps are left to the pass over the voxels."""
+        if self.calibrator is None or (self.score_map is not None and self.score_map.suits(logits)):
             return Scores(logits, self.score_map, None)
         if self.calibrator.spatial:
             columns = (slice(None), slice(None), slice(None), *window[1:])
@@ -104,10 +105,6 @@ class CalibratedCase:
             with torch_threads(self.voxels.threads), torch.no_grad():
                 mapped = self.calibrator(logits)
         return Scores(mapped, None, logits.argmax(1))
-
-    def _fused(self, logits: Tensor) -> bool:
-        """Whether the map can be applied within the pass."""
-        return self.score_map is not None and self.score_map.suits(logits)
 
     @cached_property
     def _whole(self) -> Tensor:
@@ -121,7 +118,7 @@ class CalibratedCase:
         statistics.update(
             scores.values,
             voxels.where.labels[index],
-            ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
+            ignore_index=None,  # The mask leaves out ignored voxels.
             mask=voxels.where.valid[index],
             regions={name: mask[index] for name, mask in voxels.masks.items()},
             distance=None if voxels.distance is None else voxels.distance[index],
@@ -144,35 +141,21 @@ class CalibratedCase:
             )
 
 
-def case_views(
-    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
-) -> dict[str, CalibratedCase]:
-    """A case through each of the calibrators."""
-    voxels = CaseVoxels(plan, case, threads)
-    return {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
-
-
-class CaseResult(NamedTuple):
-    """What is known of a case through one calibrator."""
-
-    rows: list[Row]
-    statistics: VoxelStatistics
-
-
 def measure_case(
     plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
-) -> dict[str, CaseResult]:
-    """All rows and the statistics of a case, by calibrator. The scores are read once (twice where exact)."""
-    views = case_views(plan, case, calibrators, threads)
+) -> dict[str, tuple[list[Row], VoxelStatistics]]:
+    """All rows and the statistics of a case, by calibrator. The scores are read once, or twice for exact bins."""
+    voxels = CaseVoxels(plan, case, threads)
+    views = {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
     statistics = {name: plan.statistics(case.shape[1], threads) for name in views}
-    for window, logits in windows(views):
+    for window, logits in voxels.windows():
         for name, view in views.items():
             view.add_to(statistics[name], window, logits)
     second = {name: second_passes(plan, own, "per-image") for name, own in statistics.items()}
     if any(second.values()):
-        add_case_again(views, second)
+        _add_again(voxels, views, second)
     return {
-        name: CaseResult(
+        name: (
             [
                 *reduced_rows(plan, case.id, statistics[name], second[name]),
                 *_local_rows(plan, view),
@@ -185,7 +168,7 @@ def measure_case(
 
 
 def second_passes(plan: Plan, statistics: VoxelStatistics, how: Aggregation) -> SecondPasses:
-    """Empty second passes for the columns that need one, where the plan wants exact values."""
+    """Empty second passes for the columns that need one, if the plan asks for exact values."""
     found = {
         number: second_pass(column, statistics, column.region)
         for number, column in (plan.columns_of(how) if plan.exact else ())
@@ -200,21 +183,23 @@ def second_pass(column: Column, statistics: VoxelStatistics, region: str) -> Sec
     return None if make is None else make(statistics, region=region, **column.options)
 
 
-def add_case_again(views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
+def add_case_again(
+    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], second: Mapping[str, SecondPasses], threads: int
+) -> None:
     """Add a case to the second passes of every calibrator."""
-    for window, logits in windows(views):
+    voxels = CaseVoxels(plan, case, threads)
+    views = {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
+    _add_again(voxels, views, second)
+
+
+def _add_again(voxels: CaseVoxels, views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
+    for window, logits in voxels.windows():
         for name, view in views.items():
             view.add_again(second[name], window, logits)
 
 
-def windows(views: Mapping[str, CalibratedCase]) -> Iterator[tuple[Window, Tensor]]:
-    """The case in windows with their logits, each read once for all calibrators."""
-    voxels = next(iter(views.values())).voxels
-    return ((window, voxels.logits(window)) for window in voxels.windows)
-
-
 def reduced_rows(plan: Plan, case: str | None, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
-    """All metrics that are reductions of the statistics."""
+    """The metrics that are computed from statistics."""
     rows = []
     for number, column in plan.columns_of("pooled" if case is POOLED else "per-image"):
         spec = metric_spec(column.metric)
@@ -251,23 +236,18 @@ def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
 
 
 def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
-    """Metrics of surfaces, which belong to a case as a whole: the mean over the classes but the background."""
+    """The metrics of surfaces, which belong to a case as a whole: means over the classes without the background."""
     if "surfaces" not in plan.needs:
         return []
     case = view.voxels.case
     labels, valid = view.voxels.where.labels, view.voxels.where.valid
     prediction = torch.empty_like(labels)
-    for window in view.voxels.windows:
+    for window, logits in view.voxels.windows():
         index = (slice(None), *window)
-        prediction[index] = view.scores(window, view.voxels.logits(window)).prediction
-    distances = surface_distances(
-        prediction,
-        labels,
-        case.shape[1],
-        spacing=case.spacing,
-        ignore_index=None,  # Ignored voxels are not valid, and the mask says so.
-        mask=valid,
-    )
+        prediction[index] = view.scores(window, logits).prediction
+    # The mask leaves out ignored voxels.
+    spacing = case.spacing
+    distances = surface_distances(prediction, labels, case.shape[1], spacing=spacing, ignore_index=None, mask=valid)
     rows = []
     for column in plan.columns:
         spec = metric_spec(column.metric)

@@ -1,4 +1,4 @@
-"""What an evaluation was asked for: metrics in regions, spelled out as columns."""
+"""What an evaluation computes: metrics in regions, as a list of columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from segcal.errors import InputError, check_name
+from segcal.errors import InputError, check_name, check_seed
 from segcal.metrics import METRICS, Aggregation, Column, MetricSpec, check_options, options_of
 from segcal.regions import BANDS, REGIONS
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -34,13 +34,16 @@ class Plan:
     def make(
         cls,
         metrics: Sequence[str | Column],
-        regions: Sequence[str],
-        masks: Mapping[str, Callable[[Case], Tensor]],
-        seed: int,
+        regions: Sequence[str] = (EVERYTHING,),
+        masks: Mapping[str, Callable[[Case], Tensor]] | None = None,
+        *,
+        seed: int = 0,
         exact: bool = False,
         background: int | None = 0,
     ) -> Plan:
-        """Check the request and spell it out as columns."""
+        """Check the arguments, which ``evaluate`` explains, and cross metrics with regions."""
+        check_seed(seed)
+        masks = masks or {}
         if taken := sorted(set(masks) & set(REGIONS)):
             raise InputError(f"masks are named {', '.join(taken)}", expected="names that are not regions of segcal")
         columns = [metric for metric in metrics if isinstance(metric, Column)]
@@ -52,23 +55,21 @@ class Plan:
         return cls(tuple(different.values()), masks, seed, exact, background)
 
     def columns_of(self, how: Aggregation) -> list[tuple[int, Column]]:
-        """The columns that want values of every image, or the pooled one, with their numbers."""
+        """The columns that have values per image, or a pooled one, with their numbers."""
         return [(n, column) for n, column in enumerate(self.columns) if column.aggregation in (None, how)]
 
     @property
     def without_background(self) -> tuple[str, ...]:
         """The columns that leave the background out: surfaces, some means over classes, and some regions."""
-        if self.background is None:
-            return ()
-        found = [
-            column
-            for column in self.columns
-            if metric_spec(column.metric).foreground
-            or column.options.get("background") is False
-            or column.region in ("foreground", "all")
-        ]
         return tuple(
-            column.id if column.region == EVERYTHING else f"{column.id} in {column.region}" for column in found
+            column.id if column.region == EVERYTHING else f"{column.id} in {column.region}"
+            for column in self.columns
+            if self.background is not None
+            and (
+                metric_spec(column.metric).foreground
+                or column.options.get("background") is False
+                or column.region in ("foreground", "all")
+            )
         )
 
     @property
@@ -83,7 +84,7 @@ class Plan:
         return tuple(dict.fromkeys((*names, *(BANDS if "distance" in self.needs else ()))))
 
     def statistics(self, num_classes: int, threads: int | None = None) -> VoxelStatistics:
-        """Empty statistics that hold all of it; classes included, for the reliability data."""
+        """Empty statistics that hold all that the columns need, and all classes for the reliability data."""
         bins = {column.options["num_bins"] for column in self.columns if "num_bins" in column.options}
         thresholds = {column.options["threshold"] for column in self.columns if "threshold" in column.options}
         return VoxelStatistics(
@@ -110,7 +111,7 @@ def columns_in(metrics: Sequence[str], regions: Sequence[str]) -> list[Column]:
 
 
 def parse_metric(text: str) -> tuple[str, dict[str, Any]]:
-    """``"ece[num_bins=50]"`` to an id and options, all of them checked.
+    """Parse ``"ece[num_bins=50]"`` into an id and options, and check them.
 
     Examples:
         >>> parse_metric("tace[num_bins=15,binning=width]")

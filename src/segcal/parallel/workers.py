@@ -53,7 +53,9 @@ def worker_pool(workers: int, told: SimpleQueue[str] | None = None) -> Iterator[
 
 
 def in_workers(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], progress: Progress) -> list[_T]:
-    """``function(*call, progress=...)`` of every call, each in its own process; progress is told here."""
+    """``function(*call, progress=...)`` for every call, each in its own process; a single call runs in this one."""
+    if len(calls) == 1:
+        return [function(*calls[0], progress=progress)]
     told: SimpleQueue[str] = multiprocessing.get_context("spawn").SimpleQueue()
     try:
         with worker_pool(len(calls), told) as pool:

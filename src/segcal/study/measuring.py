@@ -12,6 +12,7 @@ from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
 from segcal.errors import SegcalError, WorkerError
 from segcal.evaluation.evaluate import evaluate_many
+from segcal.evaluation.plan import Plan
 from segcal.evaluation.results import POOLED, Results, Row
 from segcal.files.plain import number
 from segcal.metrics import Column
@@ -191,16 +192,8 @@ def _evaluated(
     if not calibrators:
         return {}
     started = time.perf_counter()
-    results = evaluate_many(
-        group.cases,
-        calibrators,
-        metrics=list(group.columns),
-        regions=(),
-        counted=group.counted,
-        workers=workers,
-        seed=group.seed,
-        progress=progress,
-    )
+    plan = Plan.make(group.columns, (), seed=group.seed, background=group.cases.background)
+    results = evaluate_many(plan, group.cases, calibrators, workers=workers, progress=progress, counted=group.counted)
     share = (time.perf_counter() - started) / len(calibrators)
     return {
         method: store.write("evaluation", group.key(method), _document(result, group, share))

@@ -21,14 +21,14 @@ from segcal.calibrators.per_channel import for_each_channel
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole
-from segcal.evaluation.measure import case_views, windows
+from segcal.evaluation.measure import CalibratedCase, CaseVoxels
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.fitting.data import VoxelBudget
 from segcal.fitting.expert_exact import SAMPLE_VOXELS
 from segcal.fitting.first_pass import FirstPass
 from segcal.metrics import Measure, brier, ece, nll
 from segcal.parallel.threads import blas_threads
-from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.statistics import VoxelStatistics
 
 Select = Literal["nll", "ece", "brier"]
 Values = dict[Select, Measure]  # of one image
@@ -233,14 +233,15 @@ def _path(
 
 def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Values]]:
     """For each calibrator, the values of every case, as evaluation finds them. The cases are read once."""
-    plan, threads = Plan.make(tuple(_METRICS), (EVERYTHING,), {}, seed=0), torch.get_num_threads()
+    plan, threads = Plan.make(tuple(_METRICS)), torch.get_num_threads()
     found: list[list[Values]] = [[] for _ in calibrators]
     for case in cases:
         try:
-            views = case_views(plan, case, {str(n): one for n, one in enumerate(calibrators)}, threads)
+            voxels = CaseVoxels(plan, case, threads)
+            views = [CalibratedCase(voxels, one) for one in calibrators]
             own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
-            for window, logits in windows(views):
-                for view, statistics in zip(views.values(), own, strict=True):
+            for window, logits in voxels.windows():
+                for view, statistics in zip(views, own, strict=True):
                     view.add_to(statistics, window, logits)
         except SegcalError as error:
             raise error.at(case=case.id) from None
