@@ -18,11 +18,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 import segcal
+from multilabel import channels, stacked
 from segcal import plots
 from segcal.errors import InputError, MissingExtraError, OutputError
 from segcal.evaluation import maps
 from segcal.metrics.reliability import Reliability, reliability
-from segcal.plots import style
+from segcal.plots import figures, style
 from segcal.plots.colours import _views
 from segcal.plots.reliability import ece, pool
 from segcal.regions import BAND_EDGES, CaseRegions, local_patches
@@ -539,6 +540,32 @@ def test_an_image_no_larger_than_a_patch_is_one_patch() -> None:
     figure = plots.local_reliability(case)
     assert len(artists(figure, "_patch")) == 1
     render(figure)
+
+
+# -- of an evaluation -----------------------------------------------------------------------------------------------
+
+
+def test_figures_of_cases_show_the_worst_through_the_calibrator(monkeypatch) -> None:
+    monkeypatch.setattr(figures, "_CASES_SHOWN", 2)
+    cases = scenes(4, size=(24, 96), num_classes=3, plant=[segcal.synthetic.ImageTemperature(2.0, 1.0)])
+    results = segcal.evaluate(cases, lambda z: (z / 2).log_softmax(1), metrics=("ece",))
+    seen = []
+    drawn = dict(plots.case_figures(results, cases, lambda z: (z / 2).log_softmax(1), progress=seen.append))
+    errors = {name: results.value("ece", case=name) for name in cases.ids}
+    worst = sorted(errors, key=errors.get)[2:]
+    expected = {f"cases/{name}-{kind}" for name in worst for kind in ("maps", "patches")}
+    assert set(drawn) == {"boundary", "logits", *expected}
+    assert seen == list(cases.ids)
+    case = cases.select(worst)[0]
+    expected_error = maps.voxel_maps(case.logits / 2, case.labels)["confidence-balance"][0]
+    np.testing.assert_allclose(shown(drawn[f"cases/{case.id}-maps"], "confidence balance"), expected_error, rtol=1e-5)
+
+
+def test_figures_of_multilabel_cases_are_drawn_channel_by_channel() -> None:
+    cases = stacked(**channels(2, {"core": 1.0, "whole": 2.0}))
+    results = segcal.evaluate(cases, metrics=("ece",))
+    names = [name for name, _ in plots.case_figures(results, cases)]
+    assert [name for name in names if name.endswith("/boundary")] == ["channel-0/boundary", "channel-1/boundary"]
 
 
 # -- all of them ---------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def test_evaluate_prints_writes_and_draws(run, tmp_path):
         assert word in text
     assert json.loads((tmp_path / "r.json").read_text())["format"] == "segcal.Results"
     assert (tmp_path / "r.csv").read_text().startswith("case,region,metric")
-    assert {path.name for path in (tmp_path / "p").iterdir()} >= {"reliability-everything.png", "classes-boundary.png"}
+    drawn = {str(path.relative_to(tmp_path / "p")) for path in (tmp_path / "p").rglob("*.png")}
+    assert drawn >= {"reliability-everything.png", "classes-boundary.png", "boundary.png", "logits.png"}
+    assert sum(name.startswith("cases/") for name in drawn) == 3  # maps of each; they are smaller than a patch
     assert np.load(tmp_path / "m" / "confidence" / "case0.npy").shape == (20, 24)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from segcal.calibrators import load
+from segcal.calibrators import Calibrator, load
+from segcal.cases import CaseSet
 from segcal.cli.console import out, progress, show_table
 from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
 from segcal.cli.outputs import check_files
@@ -49,7 +51,9 @@ def evaluate_command(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the results as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the tidy rows as CSV.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw reliability diagrams into this folder.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Draw diagrams, and maps of the worst cases, into this folder.")
+    ] = None,
     maps: Annotated[
         Path | None, typer.Option(help="Write voxel maps (confidence, error, balance, band) into this folder.")
     ] = None,
@@ -92,7 +96,7 @@ def evaluate_command(
         if csv:
             results.to_csv(csv)
         if plots:
-            _draw(results, plots)
+            _draw(results, cases, fitted, plots)
         if maps:
             with progress("mapping", len(cases)) as step:
                 write_maps(cases, maps, calibrator=fitted, progress=step)
@@ -197,11 +201,14 @@ def diagnosis_in_words(results: Results) -> list[str]:
     return lines
 
 
-def _draw(results: Results, folder: Path) -> None:
-    from segcal.plots import reliability_figures, save
+def _draw(results: Results, cases: CaseSet, calibrator: Calibrator | None, folder: Path) -> None:
+    from segcal.plots import case_figures, reliability_figures, save
 
-    for name, figure in reliability_figures(results):
-        save(figure, folder / f"{name}.png")
+    with progress("drawing", len(cases) * max(1, len(results.channels))) as step:
+        for name, figure in chain(
+            reliability_figures(results), case_figures(results, cases, calibrator, progress=step)
+        ):
+            save(figure, folder / f"{name}.png")
 
 
 def _split(text: str) -> tuple[str, ...]:

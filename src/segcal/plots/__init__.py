@@ -1,14 +1,14 @@
-"""Pictures of calibration; needs the extra ``plots`` (matplotlib), which is imported when the first one is drawn.
+"""Plots of calibration. They need the extra ``plots`` (matplotlib), which is imported when the first one is drawn.
 
 Every function draws on ``figure`` (a matplotlib figure or subfigure, best made with ``layout="constrained"``) or on a
-new one, and returns the whole figure; ``save`` writes it. Neither pyplot nor rcParams are touched.
+new one, and returns the whole figure; ``save`` writes it. pyplot and rcParams are not used.
 
-Vermillion is overconfident and blue underconfident in all of them.
+In all plots, vermillion means overconfident and blue underconfident.
 """
 
 from segcal.plots.boundary import BoundaryProfile, boundary_curve
 from segcal.plots.colours import class_colours
-from segcal.plots.figures import reliability_figures
+from segcal.plots.figures import case_figures, reliability_figures
 from segcal.plots.local import local_reliability
 from segcal.plots.logits import LogitHistogram, logit_magnitudes
 from segcal.plots.reliability import bootstrap_band, classwise_diagram, reliability_diagram
@@ -20,6 +20,7 @@ __all__ = [
     "LogitHistogram",
     "bootstrap_band",
     "boundary_curve",
+    "case_figures",
     "class_colours",
     "classwise_diagram",
     "local_reliability",
