@@ -216,6 +216,17 @@ def impossible_label() -> InputError:
     )
 
 
+def without_softmax(best: float, place: str) -> InputError:
+    """The error for voxels whose best logit is NaN or infinite; ``place`` says which, in words."""
+    if math.isnan(best):
+        problem, fix = "NaN logits", "find where the network makes them; write 0 in padding, or mask the voxels"
+    elif best > 0:
+        problem, fix = "infinite logits", "save float32 (float16 overflows above 65504)"
+    else:
+        problem, fix = "every class is -inf", "leave at least one class possible, or mask the voxels"
+    return InputError(f"{problem} {place}", expected="finite logits (-inf only for impossible classes)", fix=fix)
+
+
 def free_energy(logits: Tensor) -> Tensor:
     """``logsumexp(z)`` per voxel: the part of the logits that the softmax does not see (the gauge).
 
@@ -243,24 +254,9 @@ def _first(bad: Tensor, first_row: int) -> str:
 def _check_logits(logits: Tensor, first_row: int) -> None:
     # The maximum over classes carries NaN and +inf along, and is -inf only where every class is impossible.
     best = logits.amax(1)
-    if bool(torch.isfinite(best).all()):
-        return
-    if bool(torch.isnan(best).any()):
-        problem, fix = (
-            f"NaN logits {_first(torch.isnan(best), first_row)}",
-            "find where the network makes them; write 0 in padding",
-        )
-    elif bool(torch.isposinf(best).any()):
-        problem, fix = (
-            f"infinite logits {_first(torch.isposinf(best), first_row)}",
-            "save float32 (float16 overflows above 65504)",
-        )
-    else:
-        problem, fix = (
-            f"every class is -inf {_first(torch.isneginf(best), first_row)}",
-            "leave at least one class possible",
-        )
-    raise InputError(problem, expected="finite logits (-inf only for impossible classes)", fix=fix)
+    for bad in (torch.isnan(best), ~torch.isfinite(best)):
+        if bool(bad.any()):
+            raise without_softmax(float(best[bad][0]), _first(bad, first_row))
 
 
 def _check_probabilities(p: Tensor, rounding: float, first_row: int, *, sums_to_one: bool) -> None:

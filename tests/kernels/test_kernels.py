@@ -196,11 +196,18 @@ def test_labels_without_class_are_named(backend, label):
         run(logits, labels, backend)
 
 
+@pytest.mark.parametrize("mask", [-torch.inf, -65504.0])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_matrix_that_meets_minus_infinity_says_so(backend):
-    logits = torch.tensor([[0.0, -torch.inf]])
-    with pytest.raises(InputError, match="the score map gives NaN at voxel"):
-        run(logits, torch.tensor([0]), backend, score_map=AffineMap(torch.ones(2, 2)))
+def test_impossible_classes_stay_impossible_in_every_map(backend, mask):
+    logits, labels = example()
+    logits[:, 2][(labels != 2) & (logits[:, 0] > 0)] = mask
+    for score_map in (*list(MAPS.values())[1:], AffineMap.temperature(100.0)):
+        scores = score_map(logits.double())
+        assert torch.equal(torch.isneginf(scores), logits == mask)
+        fused = run(logits, labels, backend, score_map=score_map)
+        plain = run(scores, labels, "reference", uncalibrated=logits.argmax(1))
+        for name in ("confusion", "flips", "losses", "energy"):
+            np.testing.assert_allclose(getattr(fused, name), getattr(plain, name), rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("largest", [149, 2**16 - 1, 2**16])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
 from segcal.calibrators.base import ParameterCount
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.fitting.limits import Limits
@@ -52,6 +57,14 @@ class VectorScaling(ExpertCalibrator):
 
     def _affine(self) -> AffineMap:
         return AffineMap(self.weight[0, :, 0], self.bias[0])
+
+    def upgraded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Earlier versions stored the scales as a diagonal matrix ``(1, C, C)``."""
+        weight = tensors.get("weight")
+        if weight is None or weight.ndim != 3 or weight.shape[1] != weight.shape[2]:
+            return tensors
+        scales = weight.diagonal(0, 1, 2)
+        return {**tensors, "weight": scales[:, :, None]} if torch.equal(scales.diag_embed(), weight) else tensors
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:

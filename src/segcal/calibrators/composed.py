@@ -1,4 +1,4 @@
-"""One calibrator after another: how the one that comes first is named, stored, fitted and passed through."""
+"""One calibrator after another: how the first is named, stored and fitted, and how cases pass through it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,54 @@ from segcal.errors import check_name
 from segcal.fitting.data import FitData
 from segcal.types import Case, CaseSource
 
-#: A calibrator, its id, its id and arguments as ``describe`` gives them, or none.
+#: A calibrator, its id, its id and arguments as a file stores them, or None.
 Base = str | Mapping[str, Any] | Calibrator | None
+
+_PREFIX = "base."
+
+
+class ComposedCalibrator(Calibrator):
+    """A calibrator that includes another one, its ``base``, which is fitted, stored and loaded with it."""
+
+    def __init__(self, base: Base) -> None:
+        super().__init__()
+        self.base = base_calibrator(base)
+
+    def arguments(self) -> dict[str, Any]:
+        """The base as its id and its own arguments."""
+        base = self.base
+        return {"base": None if base is None else {"id": base.id, "arguments": base.arguments()}}
+
+    def allocate(self, num_classes: int) -> None:
+        """Prepare the base for parameters that are loaded."""
+        if self.base is not None:
+            self.base.allocate(num_classes)
+            self.base.num_classes = num_classes
+
+    def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the base's tensors."""
+        shapes = {} if self.base is None else self.base.shapes(num_classes)
+        return {_PREFIX + name: shape for name, shape in shapes.items()}
+
+    def upgraded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of the base as it has them now."""
+        if self.base is None:
+            return tensors
+        of_base = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
+        return own | {_PREFIX + name: tensor for name, tensor in self.base.upgraded(of_base).items()}
+
+    def _fit_base(self, data: FitData) -> list[str]:
+        """Fit the base, if there is one; returns its notes."""
+        if self.base is None:
+            return []
+        self.base.fit(data.cases, validation=data.validation, voxels=data.voxels, seed=data.seed)
+        assert self.base.fit_report is not None
+        return [f"base {self.base.id}: {note}" for note in self.base.fit_report.notes]
 
 
 def base_calibrator(base: Base) -> Calibrator | None:
-    """The calibrator that is meant.
+    """The calibrator that ``base`` names.
 
     Examples:
         >>> base_calibrator("ts"), base_calibrator(None)
@@ -33,33 +75,8 @@ def base_calibrator(base: Base) -> Calibrator | None:
     return CALIBRATORS[str(name)](**arguments)
 
 
-def describe(base: Calibrator | None) -> dict[str, Any] | None:
-    """Id and arguments of the base, as a file stores them."""
-    return None if base is None else {"id": base.id, "arguments": base.arguments()}
-
-
-def allocate(base: Calibrator | None, num_classes: int) -> None:
-    """Make the base ready for parameters that are loaded."""
-    if base is not None:
-        base.allocate(num_classes)
-        base.num_classes = num_classes
-
-
-def base_shapes(base: Calibrator | None, num_classes: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the base's tensors, by their names in what it is the base of."""
-    shapes = {} if base is None else base.shapes(num_classes)
-    return {f"base.{name}": shape for name, shape in shapes.items()}
-
-
-def fit_base(base: Calibrator, data: FitData) -> list[str]:
-    """Fit the base; what there is to note."""
-    base.fit(data.cases, validation=data.validation, voxels=data.voxels, seed=data.seed)
-    assert base.fit_report is not None
-    return [f"base {base.id}: {note}" for note in base.fit_report.notes]
-
-
 def mapped(cases: CaseSet, base: Calibrator | None) -> CaseSet:
-    """The cases as the base leaves them."""
+    """The cases with logits that went through the base."""
     if base is None:
         return cases
 
@@ -70,7 +87,7 @@ def mapped(cases: CaseSet, base: Calibrator | None) -> CaseSet:
 
 
 class _MappedSource:
-    """A case whose logits went through a calibrator."""
+    """A case with logits that went through a calibrator."""
 
     def __init__(self, case: Case, base: Calibrator) -> None:
         source: CaseSource = case.source

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segcal.calibrators.base import Calibrator
-from segcal.calibrators.composed import Base, allocate, base_calibrator, base_shapes, describe, fit_base
+from segcal.calibrators.composed import Base, ComposedCalibrator
 from segcal.errors import InputError
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.limits import COUNT, Limits
@@ -18,7 +17,7 @@ from segcal.scores import pool
 from segcal.types import Case, Kind, check_pooling
 
 
-class Ensemble(Calibrator):
+class Ensemble(ComposedCalibrator):
     """``ensemble``: the members of a case pooled in a space of choice, and then the ``base``, if any.
 
     ``"probs"``: the mean of the softmaxes, ``log(sum_m S(z_m) / M)`` (deep ensembles; Lakshminarayanan et al. 2017).
@@ -53,24 +52,19 @@ class Ensemble(Calibrator):
     members: Tensor
 
     def __init__(self, space: Kind = "probs", base: Base = None) -> None:
-        super().__init__()
+        super().__init__(base)
         self.space: Kind = check_pooling(space)
-        self.base = base_calibrator(base)
         if self.base is not None:
             self.translation_invariant = self.base.translation_invariant
         self.register_buffer("members", torch.zeros((), dtype=torch.float64))  # 0 where the cases had none
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments; the base as its id and its own arguments."""
-        return {"space": self.space, "base": describe(self.base)}
-
-    def allocate(self, num_classes: int) -> None:
-        """What the base needs."""
-        allocate(self.base, num_classes)
+        """The constructor's arguments."""
+        return {"space": self.space, **super().arguments()}
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """A number, and those of the base."""
-        return {"members": (), **base_shapes(self.base, num_classes)}
+        return {"members": (), **super().shapes(num_classes)}
 
     def limits(self) -> dict[str, Limits]:
         """A number of members."""
@@ -88,7 +82,7 @@ class Ensemble(Calibrator):
         if self.base is None:
             fitted = Fitted(before.nll, mean_loss(data.cases).nll, True, 0.0, 0, before.voxels)
         else:
-            notes += fit_base(self.base, data)
+            notes += self._fit_base(data)
             report = self.base.fit_report
             assert report is not None
             fitted = Fitted(

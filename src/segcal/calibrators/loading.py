@@ -36,11 +36,12 @@ def _built(stored: Stored, calibrators: dict[str, type[Calibrator]]) -> Calibrat
     """One map as it was stored."""
     calibrator = calibrators[stored.id](**stored.arguments)
     wanted = calibrator.shapes(stored.num_classes)
-    found = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
+    tensors = calibrator.upgraded(stored.tensors)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != found:
         raise DataError(f"holds the tensors {found}", expected=f"{wanted} for '{stored.id}'")
     calibrator.allocate(stored.num_classes)
     calibrator.num_classes, calibrator.class_names = stored.num_classes, stored.class_names
-    calibrator.load_state_dict(stored.tensors)
+    calibrator.load_state_dict(tensors)
     calibrator.fit_report = stored.fit_report
     return calibrator

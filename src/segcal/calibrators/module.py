@@ -46,6 +46,10 @@ class CalibratorModule(nn.Module):
         """Those of ``tensors()`` after ``allocate``, without the memory."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
 
+    def upgraded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a file, which an earlier version may have written, as ``tensors()`` has them now."""
+        return tensors
+
     def limits(self) -> Mapping[str, Limits]:
         """What ``tensors()`` may hold, by name; those that are not named may hold all but very large numbers."""
         return {}

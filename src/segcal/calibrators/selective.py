@@ -8,16 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from segcal.calibrators.base import Calibrator
-from segcal.calibrators.composed import (
-    Base,
-    allocate,
-    base_calibrator,
-    base_shapes,
-    describe,
-    fit_base,
-    mapped,
-)
+from segcal.calibrators.composed import Base, ComposedCalibrator, mapped
 from segcal.errors import InputError
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import SampleNLL
@@ -44,7 +35,7 @@ _LOWEST_INPUT = -30.0
 _SMALL_T, _LARGE_T, _POOR, _GOOD = 2.0, 1e10, 0.35, 0.5
 
 
-class SelectiveScaling(Calibrator):
+class SelectiveScaling(ComposedCalibrator):
     """``selective``: ``S(u / T1)`` where a selector says that the prediction is wrong, u elsewhere (Wang et al. 2023).
 
     u are the log-probabilities of the ``base`` calibrator, ``log S(z)`` without one. The selector is a small network
@@ -78,11 +69,10 @@ class SelectiveScaling(Calibrator):
     counts: Tensor
 
     def __init__(self, base: Base = None, rule: Rule = "nll") -> None:
-        super().__init__()
+        super().__init__(base)
         if rule not in ("nll", "paper"):
             raise InputError(f"rule is {rule!r}", expected="'nll' or 'paper'")
         self.rule = rule
-        self.base = base_calibrator(base)
         if self.base is not None:
             for name in ("translation_invariant", "preserves", "spatial"):
                 setattr(self, name, getattr(self.base, name))
@@ -94,22 +84,22 @@ class SelectiveScaling(Calibrator):
         for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
             self.register_buffer(f"weight{index}", torch.zeros(outputs, inputs, device=self.beta.device))
             self.register_buffer(f"bias{index}", torch.zeros(outputs, device=self.beta.device))
-        allocate(self.base, num_classes)
+        super().allocate(num_classes)
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """Of the selector, T1 and the counts, and those of the base."""
         own: dict[str, tuple[int, ...]] = {"beta": (), "counts": (2, 2)}
         for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
             own |= {f"weight{index}": (outputs, inputs), f"bias{index}": (outputs,)}
-        return own | base_shapes(self.base, num_classes)
+        return own | super().shapes(num_classes)
 
     def limits(self) -> dict[str, Limits]:
         """T1 raises no confidence."""
         return {"beta": Limits(1 / _LARGE_T, 1.0), "counts": COUNT}
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments; the base as its id and its own arguments."""
-        return {"base": describe(self.base), "rule": self.rule}
+        """The constructor's arguments."""
+        return {**super().arguments(), "rule": self.rule}
 
     @property
     def temperature(self) -> float:
@@ -157,7 +147,7 @@ class SelectiveScaling(Calibrator):
 
     def _fit(self, data: FitData) -> Fitted:
         before = mean_loss(data.cases)
-        notes = [] if self.base is None else fit_base(self.base, data)
+        notes = self._fit_base(data)
         samples = held_out_samples(data, _VOXELS, lambda cases: mapped(cases, self.base))
         sample, held_out = samples.first.sample, samples.held_out
         notes += samples.notes

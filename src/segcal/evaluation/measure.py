@@ -96,7 +96,7 @@ class CalibratedCase:
 
     def scores(self, window: Window, logits: Tensor) -> Scores:
         """The calibrated scores of a window with these logits; affine maps are left to the pass over the voxels."""
-        if self.calibrator is None or (self.score_map is not None and self.score_map.suits(logits)):
+        if self.calibrator is None or self.score_map is not None:
             return Scores(logits, self.score_map, None)
         if self.calibrator.spatial:
             columns = (slice(None), slice(None), slice(None), *window[1:])

@@ -17,6 +17,7 @@ used from several threads and in forked workers. Work is dealt out in fixed turn
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -45,6 +46,9 @@ def _complete(out: Tally) -> None:
 def tally(voxels: Voxels, threads: int) -> Tally:
     """All statistics of float32 (or narrower) logits on the CPU; see ``segcal.kernels.tally``."""
     classes = voxels.logits.shape[1]
+    if voxels.score_map is not None and not voxels.score_map.suits(voxels.logits):
+        mapped = voxels.score_map(voxels.logits.detach().float())
+        voxels = dataclasses.replace(voxels, logits=mapped, score_map=None, uncalibrated=voxels.logits.argmax(1))
     top, by_class = voxels.top_grid, voxels.class_grid
     within, class_grid = np.zeros(1, np.uint16), (np.ones(1), np.zeros(1, np.uint16))
     if by_class is not None:

@@ -1,7 +1,8 @@
 """The CPU twin of ``segcal.kernels.experts``: the maps' parameters as the loops want them, and the sums that fit them.
 
-Every voxel is described by its margins ``m_k = z_winner - z_k >= 0`` and one number common to its classes, or by gaps:
-differences of neighbours.
+Every voxel is described by its margins ``m_k = z_winner - z_k >= 0``. Up to a constant per voxel, which no softmax
+sees, logits and log-probabilities are ``a - m`` with one common number a, so ``W x = -W m + a W 1``, and of the row
+sums ``W 1`` only the differences count: an offset of the logits costs no precision. Gaps are differences of neighbours.
 
 A block's voxels are multiplied by their expert's (winner's) matrix tile by tile: where they are, if neighbours mostly
 have one expert, else, and always for gradients, ordered by expert. Gaps are sorted by a network of comparisons, each
@@ -45,8 +46,7 @@ def pack(expert_map: ExpertMap, classes: int) -> loops.Experts:
     if expert_map.features in ("margins", "gaps"):
         columns = np.concatenate((-weight, -bias), 2)
     else:
-        of_margins, row_sums = (own.detach().cpu().numpy() for own in expert_map.of_margins())
-        columns = np.concatenate((of_margins, row_sums[:, :, None], bias), 2)
+        columns = np.concatenate((-weight, expert_map.tilt.detach().cpu().numpy()[:, :, None], bias), 2)
     experts, outputs, inputs = columns.shape
     packed = np.zeros((experts, loops.padded(outputs), inputs), np.float32)
     packed[:, :outputs] = columns

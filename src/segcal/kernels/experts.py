@@ -18,10 +18,9 @@ their sign in any precision. One expert (``E = 1``) serves all voxels, ``E = C``
 An impossible class (at -inf, or ``segcal.scores.DEPTH`` below the winner) enters as ``IMPOSSIBLE`` below the winner, to
 keep matrices finite, stays impossible, and comes last in the order. So what a mask was written as does not matter.
 
-Up to a constant per voxel, which no softmax sees, logits and log-probabilities are ``a - m`` with margins m and one
-common number a: the best logit, within ``segcal.scores.GAUGE``, or the best log-probability. So
-``W x = -W m + a W 1``; of the row sums ``W 1`` only their differences count, and every column of ``W`` may be shifted.
-Maps are applied in this form: a gauge of any size costs no precision, and a deep class little.
+``logits`` maps see offsets of all logits only within ``segcal.scores.GAUGE``. For precision the multiple of ``STEP``
+nearest to the best logit is taken out of the logits and enters the scores through the row sums of ``W``, of which only
+the differences count: an offset of any size then costs no digits, and without one the map is plainly ``W z + b``.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ from segcal.scores import DEPTH, GAUGE
 Features = Literal["logits", "own-logit", "log-probs", "margins", "gaps"]
 
 IMPOSSIBLE = 30.0
+# Offsets of logits count in multiples of this: larger than usual logits, so that these stay as they are.
+STEP = 128.0
 
 
 @dataclass(frozen=True)
@@ -75,35 +76,27 @@ class ExpertMap:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Calibrated scores of logits ``(N, C, *spatial)``, differentiable in everything."""
-        affine = self.features in ("logits", "own-logit", "log-probs")
-        seen = describe(logits, "margins" if affine else self.features)
-        weight, row_sums = (own.to(logits) for own in self.of_margins()) if affine else (self.weight.to(logits), None)
-        bias, column = self.bias.to(logits), (-1, *[1] * (logits.ndim - 2))
-        level = common(logits, seen.x, self.features) if affine else None
+        offset: Tensor | float = 0.0
+        if self.features in ("logits", "own-logit"):
+            logits, offset = _without_offset(logits)
+        seen = describe(logits, self.features)
+        weight, bias, tilt = (own.to(logits) for own in (self.weight, self.bias, self.tilt))
+        column = (-1, *[1] * (logits.ndim - 2))
         mapped = torch.zeros_like(seen.x)
         for e in range(len(weight)):
             if self.features == "own-logit":
                 product = weight[e].view(column) * seen.x
             else:
                 product = torch.einsum("kj,nj...->nk...", weight[e], seen.x)
-            own = product + bias[e].view(column)
-            if row_sums is not None and level is not None:
-                own = own + level * row_sums[e].view(column)
+            own = product + bias[e].view(column) + offset * tilt[e].view(column)
             mapped = own if len(weight) == 1 else torch.where(seen.winner.unsqueeze(1) == e, own, mapped)
         return torch.where(seen.never, -torch.inf, to_scores(mapped, seen, self.features))
 
-    def of_margins(self) -> tuple[Tensor, Tensor]:
-        """The map of logits or log-probabilities as one of margins ``(E, K, J)`` and of the common number ``(E, K)``.
-
-        Columns are shifted by the mean of what they hold beside the diagonal: a deep class then adds little to scores
-        of others, and little to their rounding. Both are float64.
-        """
-        weight = self.weight.double()
-        row_sums = weight.sum(2)
-        if self.features == "own-logit":
-            return -weight, row_sums - row_sums.mean(1, keepdim=True)
-        beside = (weight.sum(1) - weight.diagonal(0, 1, 2)) / max(1, weight.shape[1] - 1)
-        return beside.unsqueeze(1) - weight, row_sums - row_sums.mean(1, keepdim=True)
+    @property
+    def tilt(self) -> Tensor:
+        """Row sums of the weights less their mean ``(E, K)``, in float64: what an offset of the logits multiplies."""
+        row_sums = self.weight.double().sum(2)
+        return row_sums - row_sums.mean(1, keepdim=True)
 
 
 class Described(NamedTuple):
@@ -133,19 +126,23 @@ def describe(logits: Tensor, features: Features) -> Described:
     margins = torch.where(never, IMPOSSIBLE, best - logits)
     if features == "margins":
         return Described(margins, winner, never)
+    if features == "log-probs":
+        return Described((-margins).log_softmax(1), winner, never)
     if features != "gaps":
-        return Described(common(logits, margins, features) - margins, winner, never)
+        level = best.clamp(-GAUGE, GAUGE)
+        return Described(torch.where(never | (best != level), level - margins, logits), winner, never)
     falling, order = torch.sort(logits.masked_fill(never, -torch.inf), dim=1, descending=True, stable=True)
     above, below = falling[:, :-1], falling[:, 1:]
     left = (IMPOSSIBLE - (best - above)).clamp(min=0)  # to where an impossible class enters
     return Described(torch.where(torch.isneginf(below), left, above - below), winner, never, order)
 
 
-def common(logits: Tensor, margins: Tensor, features: Features) -> Tensor:
-    """What logits, or log-probabilities, have in common: ``(N, 1, *spatial)``, the value that the winner has."""
-    if features in ("logits", "own-logit"):
-        return logits.amax(1, keepdim=True).clamp(-GAUGE, GAUGE)
-    return -(-margins).logsumexp(1, keepdim=True)
+def _without_offset(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits ``(N, C, *spatial)`` less a multiple of ``STEP``, so that the best is small, and that multiple."""
+    best = logits.amax(1, keepdim=True)
+    level = best.clamp(-GAUGE, GAUGE)
+    offset = STEP * (level / STEP).round()
+    return torch.where(best == level, logits, logits - best + level) - offset, offset
 
 
 def to_scores(mapped: Tensor, seen: Described, features: Features) -> Tensor:

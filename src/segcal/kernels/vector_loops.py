@@ -56,7 +56,7 @@ def _scores(x, start, size, best, vector, level, scores):
         scale, tilt, bias = vector.scale[k], vector.tilt[k], vector.bias[k]
         for v in range(size):
             margin = best[v] - row[v]
-            target[v] = _NEVER if margin > _DEPTH else bias + tilt * level[v] - scale * margin
+            target[v] = _NEVER if margin > _DEPTH else bias - scale * margin + tilt * level[v]
 
 
 @elementwise

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.kernels.experts import ExpertMap
 from segcal.kernels.grid import BinGrid
-from segcal.scores import DEPTH, impossible_label, some_impossible
+from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible, without_softmax
 
 PIECE_VOXELS = 2**15
 # exp of minus this is nothing in float32.
@@ -42,8 +43,9 @@ class AffineMap:
     def __post_init__(self) -> None:
         if self.weight.ndim > 2 or len(set(self.weight.shape)) > 1:
             raise InputError(f"weight has shape {tuple(self.weight.shape)}", expected="(), (C,) or (C, C)")
-        if not bool(torch.isfinite(self.weight).all()):
-            raise InputError("weight is not finite", expected="finite numbers")
+        for name, part in (("weight", self.weight), ("bias", self.bias)):
+            if part is not None and not bool(torch.isfinite(part).all()):
+                raise InputError(f"{name} is not finite", expected="finite numbers")
         if self.is_scale and float(self.weight) <= 0:
             raise InputError(f"scale is {float(self.weight):g}", expected="a positive 1 / temperature")
 
@@ -58,7 +60,7 @@ class AffineMap:
         return self.weight.ndim == 0 and self.bias is None
 
     def suits(self, logits: Tensor) -> bool:
-        """Whether all classes that count as impossible stay so: in a matrix they would meet the others."""
+        """Whether impossible classes stay impossible in ``weight z + bias``: in a matrix they would meet the others."""
         deep = self.is_scale and float(self.weight) * DEPTH > _NOTHING
         return deep or not some_impossible(logits)
 
@@ -69,15 +71,15 @@ class AffineMap:
                 raise InputError(f"{name} has shape {tuple(part.shape)}", expected=f"{num_classes} classes")
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The mapped logits ``(N, C, *spatial)``."""
-        self.check_classes(logits.shape[1])
-        column = (-1, *[1] * (logits.ndim - 2))
-        weight = self.weight.to(logits)
-        if weight.ndim == 2:
-            mapped = torch.einsum("kc,nc...->nk...", weight, logits)
-        else:
-            mapped = logits * (weight.view(column) if weight.ndim else weight)
-        return mapped if self.bias is None else mapped + self.bias.to(logits).view(column)
+        """The mapped logits ``(N, C, *spatial)``, up to a constant per voxel; impossible classes are at -inf."""
+        classes = logits.shape[1]
+        self.check_classes(classes)
+        if self.is_scale:
+            return only_possible(logits) * self.weight.to(logits)
+        bias = self.weight.new_zeros(classes) if self.bias is None else self.bias
+        if self.weight.ndim == 2:
+            return ExpertMap("logits", self.weight[None], bias[None])(logits)
+        return ExpertMap("own-logit", self.weight.expand(classes)[None, :, None], bias[None])(logits)
 
 
 @dataclass(frozen=True)
@@ -185,20 +187,8 @@ class Voxels:
                 fix="set ignore_index, or mask the voxel",
             )
         where: tuple[int | slice, ...] = (index[0], slice(None), *index[1:])
-        scores = self.logits[where].double()
-        if bool(torch.isnan(scores).any()):
-            problem, fix = "NaN logits", "find out where the network produced them, or mask the voxel"
-        elif bool(torch.isposinf(scores).any()):
-            problem, fix = "infinite logits", "save float32 (float16 overflows above 65504)"
-        elif bool(torch.isneginf(scores).all()):
-            problem, fix = "every class is -inf", "leave at least one class possible, or mask the voxel"
-        elif self.score_map is None:
-            return impossible_label()
-        else:
-            problem, fix = "the score map gives NaN", "use finite logits: a matrix turns -inf into NaN"
-        return InputError(
-            f"{problem} at voxel {place}", expected="finite logits (-inf only for impossible classes)", fix=fix
-        )
+        best = float(self.logits[where].double().amax())
+        return impossible_label() if math.isfinite(best) else without_softmax(best, f"at voxel {place}")
 
 
 def _steps(length: int, step: int) -> Iterator[slice]:
