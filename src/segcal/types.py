@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError
 
+FloatArray = NDArray[np.float64]
 Kind = Literal["logits", "probs"]
 
 # Scores read at once: 64 MB of float32, large enough to amortise overheads, small enough for any machine.

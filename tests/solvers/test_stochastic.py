@@ -34,7 +34,7 @@ def line():
 
 def test_a_planted_linear_model_is_recovered(line):
     module, loss, validation = line
-    training = adam(module, loss, shuffled, validation, rate=0.1, patience=12, seed=3)
+    training = adam(module, loss, shuffled, validation, learning_rate=0.1, patience=12, seed=3)
     torch.testing.assert_close(module.weight[0], WEIGHTS, atol=1e-3, rtol=0)
     torch.testing.assert_close(module.bias, torch.tensor([0.3]), atol=1e-3, rtol=0)
     assert training.objective == validation() == training.history[training.best].validation < 1e-5
@@ -78,7 +78,7 @@ def test_the_best_state_is_kept_and_training_stops(line):
     assert "kept epoch 0 of 8" in training.message
     assert not module.training
     # The rate halves after every patience // 4 = 2 epochs without improvement.
-    assert [epoch.rate / 1e-3 for epoch in training.history[1:]] == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+    assert [epoch.learning_rate / 1e-3 for epoch in training.history[1:]] == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
 
 
 def test_buffers_belong_to_the_state():
@@ -127,7 +127,7 @@ def test_batches_that_are_not_finite_are_skipped(line):
     def sometimes(rows):
         return loss(rows) * (math.nan if rows[0] % 4 == 0 else 1.0)
 
-    training = adam(module, sometimes, shuffled, validation, rate=0.1, max_epochs=40)
+    training = adam(module, sometimes, shuffled, validation, learning_rate=0.1, max_epochs=40)
     assert training.objective < 1e-3
     assert sum(epoch.skipped for epoch in training.history) > 0
     assert "skipped" in training.message

@@ -157,8 +157,8 @@ def fit_network(
         seed=recipe.seed,
     )
     network.requires_grad_(True)
-    train_at(rate=rate / 10, max_epochs=1)
-    training = train_at(rate=rate, max_epochs=recipe.epochs)
+    train_at(learning_rate=rate / 10, max_epochs=1)
+    training = train_at(learning_rate=rate, max_epochs=recipe.epochs)
     for crops in train.batches():
         (losses(crops) / train.voxels).backward()  # type: ignore[no-untyped-call]
     gradient = math.sqrt(sum(float(p.grad.square().sum()) for p in network.parameters() if p.grad is not None))

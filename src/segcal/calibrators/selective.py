@@ -200,7 +200,7 @@ class SelectiveScaling(ComposedCalibrator):
             loss,
             batches,
             lambda: float(other.loss(network, slice(None))),
-            rate=_RATE,
+            learning_rate=_RATE,
             weight_decay=_DECAY,
             max_epochs=_EPOCHS,
             patience=_EPOCHS,

@@ -85,7 +85,7 @@ class TemperatureScaling(Calibrator):
         start = 1.0
         if len(labels):
             sample = newton_1d(
-                lambda beta: _derivatives(temperature_sums(logits, labels, beta), beta),
+                lambda beta: temperature_sums(logits, labels, beta).by_beta(beta),
                 start=1.0,
                 bounds=(LOWEST, HIGHEST),
                 tolerance=TOLERANCE,
@@ -98,7 +98,7 @@ class TemperatureScaling(Calibrator):
         known: dict[float, tuple[float, float, float]] = {}
 
         def whole(beta: float) -> tuple[float, float, float]:
-            known[beta] = _derivatives(_pass(cases, beta), beta)
+            known[beta] = _pass(cases, beta).by_beta(beta)
             return known[beta]
 
         def minimum(start: float, tolerance: float) -> tuple[Solution[float], float, float]:
@@ -127,12 +127,6 @@ class TemperatureScaling(Calibrator):
             voxels_used=voxels,
             notes=notes,
         )
-
-
-def _derivatives(sums: TemperatureSums, beta: float) -> tuple[float, float, float]:
-    """Mean NLL and its derivatives by beta, in which it is convex."""
-    slope, curvature = sums.slope / sums.count, sums.curvature / sums.count
-    return sums.nll / sums.count, slope / beta, (curvature - slope) / beta**2
 
 
 def _pass(cases: CaseSet, beta: float) -> TemperatureSums:

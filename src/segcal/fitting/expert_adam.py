@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from segcal.fitting.data import FitData, Fitted
@@ -17,8 +16,7 @@ from segcal.fitting.penalty import Strengths, odir
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import ExpertMap
 from segcal.solvers import adam
-
-FloatArray = NDArray[np.float64]
+from segcal.types import FloatArray
 
 _VOXELS, _BATCH = 100_000, 20_000  # as many to validate on
 _SMALL = 1e-6  # what softplus makes of the zeros of the identity
@@ -44,7 +42,7 @@ def fit_by_adam(
     def validation() -> float:
         return _nll([samples.held_out], module.map())
 
-    training = adam(module, loss, batches, validation, rate=learning_rate, patience=patience, seed=data.seed)
+    training = adam(module, loss, batches, validation, learning_rate=learning_rate, patience=patience, seed=data.seed)
     with torch.no_grad():
         mapping = module.map()
         before, after = _nll(samples.whole), _nll(samples.whole, mapping)

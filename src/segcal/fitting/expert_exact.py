@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.cases import CaseSet
@@ -19,8 +18,7 @@ from segcal.fitting.expert_problem import ExpertProblem
 from segcal.fitting.first_pass import FirstPass, most_voxels
 from segcal.fitting.penalty import Strengths
 from segcal.solvers import DampedNewton, Newton, SampledNewton, Solution, minimise
-
-FloatArray = NDArray[np.float64]
+from segcal.types import FloatArray
 
 #: Voxels of the sample that ``voxels="auto"`` fits to.
 SAMPLE_VOXELS = 400_000

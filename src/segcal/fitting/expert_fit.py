@@ -1,13 +1,15 @@
 """Loss, gradient and curvature of ``segcal.kernels.experts`` maps, as sums over voxels.
 
-The NLL of a voxel is convex in the parameters of its expert: an affine map, then log-sum-exp. Parameters of an expert
-are a matrix ``(K, J + 1)``, weights then bias; those of all are ``theta (E, K, J + 1)``.
+The NLL of a voxel is convex in the parameters of its expert: an affine map, then log-sum-exp. The parameters of an
+expert are a matrix ``(K, J + 1)``, weights then bias; those of all experts are ``theta (E, K, J + 1)``.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,24 +20,23 @@ from torch import Tensor
 from segcal.cases import CaseSet
 from segcal.kernels import fast_maps
 from segcal.kernels.experts import ExpertMap, Features, describe
+from segcal.types import FloatArray
 
-FloatArray = NDArray[np.float64]
 Pieces = Sequence[tuple[int, slice]]
+_Part = tuple[FloatArray, FloatArray, FloatArray]
 
-# Rows at a time: their products, 419 x 512 float64 for 19 classes, are 2 MB.
+# Rows summed at a time: for 19 classes their products, 419 x 512 float64, take 2 MB.
 _ROWS = 512
-# Voxels described at a time, so that copies of their logits in float64 stay small.
+# Voxels whose features are computed at a time, so that copies of their logits in float64 stay small.
 _DESCRIBED = 2**14
-# Points of an expert whose sums are kept: where it is, and where it went last.
-_REMEMBERED = 2
 
 
 class Rows(NamedTuple):
     """Voxels as the experts see them, ordered by expert: expert e has rows ``first[e]`` to ``first[e + 1]``.
 
-    ``x (n, J + 1)`` are the features and a one, ``target (n,)`` is the label's place among the scores,
-    ``weight (n,)`` the voxels each row stands for, and ``impossible (n, C)`` the scores that are -inf whatever the map
-    (None where there are none).
+    ``x (n, J + 1)`` are the features and a one, ``target (n,)`` is the label's place among the scores, ``weight (n,)``
+    is how many voxels a row stands for, and ``impossible (n, C)`` says which scores are -inf whatever the map (None
+    where there are none).
     """
 
     x: FloatArray
@@ -67,7 +68,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of each expert's voxels: NLL ``(E,)``, gradient ``(E, K, J + 1)``, and on request curvature ``(E, P, P)``."""
+    """NLL ``(E,)``, gradient ``(E, K, J + 1)`` and, on request, curvature ``(E, P, P)`` of each expert's voxels."""
 
     nll: FloatArray
     gradient: FloatArray
@@ -83,20 +84,19 @@ def expert_sums(
     experts: Sequence[int] | None = None,
     threads: int = 1,
 ) -> Sums:
-    """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, in ``threads`` parts."""
+    """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, shared by ``threads``."""
     pieces = [
         (e, slice(start, min(start + _ROWS, rows.first[e + 1])))
         for e in (range(len(theta)) if experts is None else experts)
         for start in range(rows.first[e], rows.first[e + 1], _ROWS)
     ]
-    turns = [pieces[turn::threads] for turn in range(threads)]
+    sums = _vector_sums if features == "own-logit" else partial(_matrix_sums, features=features)
     with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(lambda own: _sums(rows, theta, features, own, curvature), turns))
-    total = _Part(*(np.sum(numbers, 0) for numbers in zip(*parts, strict=True)))
-    if features == "own-logit":
-        return Sums(total.nll, total.gradient, total.products if curvature else None)
-    second = [_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in total.products]
-    return Sums(total.nll, total.gradient, np.stack(second) if curvature else None)
+        parts = list(pool.map(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), range(threads)))
+    nll, gradient, products = (np.sum(numbers, 0) for numbers in zip(*parts, strict=True))
+    if curvature and features != "own-logit":
+        products = np.stack([_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])
+    return Sums(nll, gradient, products if curvature else None)
 
 
 def stream_sums(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool) -> Sums:
@@ -139,61 +139,48 @@ def stream_curvature(
 
 
 class RememberedSums:
-    """NLL and gradient of rows, which are not summed again for experts that are where they were.
+    """NLL and gradient of rows; sums of experts that did not move are not computed again.
 
-    A solver moves some experts and lets others rest; between two steps of one it comes back to where that was.
+    A solver moves some experts while others rest, and returns to the point before where a step is refused: so the sums
+    at the last two points of every expert are kept.
     """
 
     def __init__(self, rows: Rows, features: Features, threads: int) -> None:
         self.rows, self.features, self.threads = rows, features, threads
-        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = {}
+        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
 
     def __call__(self, theta: FloatArray) -> Sums:
         """Those of ``expert_sums`` at ``theta (E, K, J + 1)``."""
         points = [own.tobytes() for own in theta]
-        new = [e for e, point in enumerate(points) if point not in self._known.get(e, {})]
+        new = [e for e, point in enumerate(points) if point not in self._known[e]]
         if new:
             sums = expert_sums(self.rows, theta, self.features, experts=new, threads=self.threads)
             for e in new:
-                known = self._known.setdefault(e, {})
-                while len(known) >= _REMEMBERED:
-                    known.pop(next(iter(known)))
-                known[points[e]] = sums.nll[e], sums.gradient[e]
-        found = [self._known[e][point] for e, point in enumerate(points)]
-        return Sums(np.array([nll for nll, _ in found]), np.stack([gradient for _, gradient in found]), None)
+                last = list(self._known[e].items())[-1:]
+                self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
+        nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
+        return Sums(np.array(nll), np.stack(gradient), None)
 
 
-class _Part(NamedTuple):
-    """What one thread sums up; for the curvature, products of probabilities times products of features."""
-
-    nll: FloatArray
-    gradient: FloatArray
-    products: FloatArray
-
-
-def _sums(rows: Rows, theta: FloatArray, features: Features, pieces: Pieces, curvature: bool) -> _Part:
-    if features == "own-logit":
-        return _vector_sums(rows, theta, pieces, curvature)
+def _matrix_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool, *, features: Features) -> _Part:
+    """NLL, gradient and, on request, products of probabilities times products of features."""
     experts, outputs, inputs = theta.shape
     nll, gradient = np.zeros(experts), np.zeros(theta.shape)
     products = np.zeros((experts, _pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
     for e, piece in pieces:
-        x, weight, target, winner = rows.x[piece], rows.weight[piece], rows.target[piece], rows.winner[piece]
-        never = None if rows.impossible is None else rows.impossible[piece]
-        losses, p = _softmax(x @ theta[e].T, target, winner, features, never)
+        x, weight, winner = rows.x[piece], rows.weight[piece], rows.winner[piece]
+        losses, p, slope = _softmax(x @ theta[e].T, rows, piece, features)
         nll[e] += weight @ losses
-        slope = p.copy()
-        slope[np.arange(len(x)), target] -= 1
         gradient[e] += (_pull_back(slope, winner, features) * weight[:, None]).T @ x
         if curvature:
             q = _pull_back(p, winner, features).T
             weighted = np.concatenate((_products(q * np.sqrt(weight)), np.abs(q) * weight))
             products[e] += weighted @ _products(np.ascontiguousarray(x.T)).T
-    return _Part(nll, gradient, products)
+    return nll, gradient, products
 
 
 def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool) -> _Part:
-    """For vector scaling ``theta (1, C, 2)``: the curvature by its 2 C parameters, ``(1, 2 C, 2 C)``.
+    """NLL, gradient and, on request, curvature ``(1, 2 C, 2 C)`` of vector scaling ``theta (1, C, 2)``.
 
     With ``u = (p_k z_k, p_k)`` of all classes it is ``sum w (D - u u')``; D has the blocks ``p_k (z_k, 1) (z_k, 1)'``.
     """
@@ -202,12 +189,9 @@ def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool)
     products = np.zeros((1, 2 * classes, 2 * classes) if curvature else 0)
     blocks = np.zeros((classes, 2, 2))
     for _, piece in pieces:
-        z, weight, target, winner = rows.x[piece, :-1], rows.weight[piece], rows.target[piece], rows.winner[piece]
-        never = None if rows.impossible is None else rows.impossible[piece]
-        losses, p = _softmax(z * scale + bias, target, winner, "own-logit", never)
+        z, weight = rows.x[piece, :-1], rows.weight[piece]
+        losses, p, slope = _softmax(z * scale + bias, rows, piece, "own-logit")
         nll += weight @ losses
-        slope = p.copy()
-        slope[np.arange(len(z)), target] -= 1
         gradient[0] += np.stack((weight @ (slope * z), weight @ slope), 1)
         if curvature:
             u = np.stack((p * z, p), 2).reshape(len(z), -1) * np.sqrt(weight)[:, None]
@@ -217,7 +201,7 @@ def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool)
     if curvature:
         own = np.arange(classes)
         products.reshape(classes, 2, classes, 2)[own, :, own] += blocks
-    return _Part(nll, gradient, products)
+    return nll, gradient, products
 
 
 def _pairs(rows: int) -> int:
@@ -245,8 +229,8 @@ def _places(rows: int) -> NDArray[np.int64]:
 def _curvature(products: FloatArray, outputs: int, inputs: int, *, nested: bool) -> FloatArray:
     """``sum w M'(diag(p) - p p')M (x) x x'``, ``(P, P)``, from the sums of products with ``q = M'p``.
 
-    Both factors are symmetric, so a quarter of all products is enough. In float64: the two terms nearly cancel along
-    some directions, and what float32 leaves there misleads the solver.
+    Both factors are symmetric, so a quarter of all products is enough. The sums are float64: the two terms nearly
+    cancel along some directions, and the rounding of float32 there misleads the solver.
     """
     pairs = _pairs(outputs)
     blocks = -products[:pairs][_places(outputs)]
@@ -259,28 +243,25 @@ def _curvature(products: FloatArray, outputs: int, inputs: int, *, nested: bool)
     return full
 
 
-def _softmax(
-    mapped: FloatArray,
-    target: NDArray[np.int64],
-    winner: NDArray[np.int64],
-    features: Features,
-    impossible: NDArray[np.bool_] | None,
-) -> tuple[FloatArray, FloatArray]:
-    """Losses ``(n,)`` and probabilities ``(n, C)``, in rank order for gaps."""
+def _softmax(mapped: FloatArray, rows: Rows, piece: slice, features: Features) -> _Part:
+    """Losses ``(n,)``, probabilities and gradients ``(n, C)``, in rank order for gaps, of what the experts return."""
+    place = np.arange(len(mapped))
     if features == "gaps":
         scores = np.concatenate((np.zeros((len(mapped), 1)), -np.cumsum(mapped, 1)), 1)
     elif features == "margins":
         scores = -mapped
-        scores[np.arange(len(scores)), winner] = 0
+        scores[place, rows.winner[piece]] = 0
     else:
         scores = mapped
-    if impossible is not None:
-        scores = np.where(impossible, -np.inf, scores)
+    if rows.impossible is not None:
+        scores = np.where(rows.impossible[piece], -np.inf, scores)
     scores = scores - scores.max(1, keepdims=True)
     e = np.exp(scores)
-    total = e.sum(1)
-    losses = np.log(total) - scores[np.arange(len(scores)), target]
-    return losses, e / total[:, None]
+    total, target = e.sum(1), rows.target[piece]
+    p = e / total[:, None]
+    slope = p.copy()
+    slope[place, target] -= 1
+    return np.log(total) - scores[place, target], p, slope
 
 
 def _pull_back(slope: FloatArray, winner: NDArray[np.int64], features: Features) -> FloatArray:

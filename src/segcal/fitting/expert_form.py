@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segcal.kernels.experts import Features
-
-FloatArray = NDArray[np.float64]
+from segcal.types import FloatArray
 
 #: The smallest bias of a constrained map: many constraints are active at the optimum, and without it outputs would tie.
 FLOOR = 1e-3

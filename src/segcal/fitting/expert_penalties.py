@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segcal.fitting.expert_form import ExpertForm
 from segcal.fitting.expert_problem import ExpertProblem
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.penalty import Quadratic, Strengths, odir
 from segcal.solvers import Newton, minimise
-
-FloatArray = NDArray[np.float64]
+from segcal.types import FloatArray
 
 # Voxels per parameter below which an expert is shrunk toward the map of all voxels.
 _ENOUGH = 10

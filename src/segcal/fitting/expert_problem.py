@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from segcal.cases import CaseSet
 from segcal.fitting.expert_fit import RememberedSums, Rows, Sums, expert_sums, stream_curvature, stream_sums
@@ -16,8 +15,7 @@ from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.penalty import Quadratic
 from segcal.fitting.sampling import VoxelSample
 from segcal.solvers import Problem
-
-FloatArray = NDArray[np.float64]
+from segcal.types import FloatArray
 
 
 class ExpertProblem:

@@ -1,4 +1,4 @@
-"""What every exact fit begins with: one read of the data that checks them, measures the identity and draws a sample."""
+"""What every exact fit begins with: one pass that checks the data, measures the identity and draws a sample."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from segcal.errors import SegcalError
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import CONFIDENCES, VoxelSample, VoxelSampler
 from segcal.kernels.survey import survey
+from segcal.kernels.temperature import slope_and_variance
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
 from segcal.solvers import newton_1d
 from segcal.types import Chunk
 
 # Voxels of the sample that the temperature is fitted to.
 _TEMPERATURE_VOXELS = 50_000
-# Slope of its NLL by 1 / temperature that is none.
+# Slope of their NLL by 1 / temperature at which that fit ends.
 _TEMPERATURE_SLOPE = 1e-10
-# Scores in a sample, whatever is asked for: 128 MB of float32, which bind only where there are some hundred classes.
+# Scores that a sample may hold, 128 MB of float32: a limit only for a hundred classes or more.
 _SCORES = 2**25
 
 
@@ -42,7 +43,7 @@ class FirstPass:
 
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
-        """Read all cases once; raises where scores or labels are unfit."""
+        """Read all cases once; raises where scores or labels are invalid."""
         sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
         true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
         for case in cases:
@@ -74,30 +75,28 @@ class FirstPass:
         return self.sample.total
 
     def beta(self) -> float:
-        """1 / temperature of the sample's least NLL, within bounds."""
+        """1 / temperature with the lowest NLL on the sample, within bounds."""
         loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS))
         return newton_1d(loss, 1.0, (LOWEST, HIGHEST), tolerance=_TEMPERATURE_SLOPE).value
 
 
 def most_voxels(num_classes: int) -> int:
-    """Voxels of so many classes that a sample may have."""
+    """The most voxels that a sample may have."""
     return max(1, _SCORES // num_classes)
 
 
-def check_possible(chunk: Chunk) -> bool:
-    """Whether a class is impossible in a voxel that counts; raises where that class is its label."""
-    if not some_impossible(chunk.logits):
-        return False
-    logits = chunk.logits.movedim(1, -1)[chunk.valid].double()
-    depth = logits.amax(1, keepdim=True) - logits
-    if bool((depth.gather(1, chunk.labels[chunk.valid].long()[:, None]) > DEPTH).any()):
-        raise impossible_label()
-    return bool((depth > DEPTH).any())
+def check_possible(chunk: Chunk) -> None:
+    """Raise where the label of a valid voxel is an impossible class."""
+    if some_impossible(chunk.logits):
+        logits = chunk.logits.movedim(1, -1)[chunk.valid].double()
+        own = logits.gather(1, chunk.labels[chunk.valid].long()[:, None])
+        if bool((logits.amax(1, keepdim=True) - own > DEPTH).any()):
+            raise impossible_label()
 
 
 @dataclass(frozen=True)
 class SampleNLL:
-    """The NLL of some voxels, per voxel of the data, as a function of 1 / T, with two derivatives; it is convex.
+    """The NLL of some voxels, divided by all voxels of the data, as a convex function of 1 / T with two derivatives.
 
     ``gaps (n, C)`` and ``label_gap (n,)`` are scores relative to the best, in float64.
     """
@@ -108,22 +107,19 @@ class SampleNLL:
 
     @classmethod
     def of(cls, sample: VoxelSample) -> SampleNLL:
-        """All voxels of a sample."""
+        """Of all voxels of a sample."""
         z = sample.logits.double()
         gaps = z - z.amax(1, keepdim=True)
         return cls(gaps, gaps.gather(1, sample.labels[:, None])[:, 0], torch.from_numpy(sample.weights / sample.total))
 
     def where(self, flagged: Tensor) -> SampleNLL:
-        """Some of these voxels, ``flagged (n,)`` bool."""
+        """Of those voxels that are ``flagged (n,)``."""
         return SampleNLL(self.gaps[flagged], self.label_gap[flagged], self.weights[flagged])
 
     def __call__(self, beta: float) -> tuple[float, float, float]:
         """Value, slope and curvature."""
         scaled = beta * self.gaps
-        p = scaled.softmax(1)
-        z = torch.where(p > 0, self.gaps, 0.0)
-        mean = (p * z).sum(1)
-        values = scaled.logsumexp(1) - beta * self.label_gap
-        variance = (p * z**2).sum(1) - mean**2
-        slope, curvature = float(self.weights @ (mean - self.label_gap)), float(self.weights @ variance)
-        return float(self.weights @ values), slope, curvature
+        slope, variance = slope_and_variance(scaled.softmax(1), self.gaps, self.label_gap, 1)
+        terms = scaled.logsumexp(1) - beta * self.label_gap, slope, variance
+        value, first, second = (float(self.weights @ term) for term in terms)
+        return value, first, second

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segcal.kernels.experts import Features
-
-FloatArray = NDArray[np.float64]
+from segcal.types import FloatArray
 
 
 class Strengths(NamedTuple):

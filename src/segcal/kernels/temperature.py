@@ -32,6 +32,11 @@ class TemperatureSums(NamedTuple):
             self.curvature + other.curvature,
         )
 
+    def by_beta(self, beta: float) -> tuple[float, float, float]:
+        """The mean NLL at beta and its first two derivatives by beta, in which it is convex."""
+        slope, curvature = self.slope / self.count, self.curvature / self.count
+        return self.nll / self.count, slope / beta, (curvature - slope) / beta**2
+
 
 def temperature_sums(
     logits: Tensor, labels: Tensor, beta: float, *, ignore_index: int | None = None, mask: Tensor | None = None
@@ -50,19 +55,25 @@ def temperature_sums(
     return _reference(voxels, beta) if fast_maps(logits) is None else _fast(voxels, beta)
 
 
+def slope_and_variance(p: Tensor, d: Tensor, own: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """``E[d] - d_y`` and ``Var[d]`` of every voxel: the derivatives of the NLL along scores ``d``.
+
+    ``p`` are the probabilities of the classes along ``axis``, and ``own`` is the label's ``d_y``.
+    """
+    d = torch.where(p > 0, d, 0.0)
+    mean = (p * d).sum(axis)
+    return mean - own, (p * d**2).sum(axis) - mean**2
+
+
 def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
     total = TemperatureSums()
     for piece in voxels.pieces():
         z, y, _ = voxels.checked(piece)
         d = (z - z.amax(0)) * beta
         log_p = d.log_softmax(0)
-        p, own = log_p.exp(), d.gather(0, y[None])[0]
-        d = torch.where(p > 0, d, 0.0)
-        mean = (p * d).sum(0)
-        slope = mean - own
-        curvature = (p * d**2).sum(0) - mean**2 + slope
+        slope, variance = slope_and_variance(log_p.exp(), d, d.gather(0, y[None])[0], 0)
         nll = -log_p.gather(0, y[None]).sum()
-        total += TemperatureSums(len(y), float(nll), float(slope.sum()), float(curvature.sum()))
+        total += TemperatureSums(len(y), float(nll), float(slope.sum()), float((variance + slope).sum()))
     return total
 
 

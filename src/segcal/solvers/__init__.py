@@ -8,24 +8,21 @@ taken. ``newton_1d`` is for one variable, ``adam`` for networks.
 
 from __future__ import annotations
 
-from segcal.solvers.damped import DampedNewton, Whole
-from segcal.solvers.driver import Hessian, minimise
+from segcal.solvers.damped import DampedNewton
+from segcal.solvers.driver import minimise
 from segcal.solvers.newton import Newton, Problem
 from segcal.solvers.sampled import SampledNewton
 from segcal.solvers.scalar import newton_1d
 from segcal.solvers.solution import Solution
-from segcal.solvers.stochastic import Epoch, Training, adam
+from segcal.solvers.stochastic import Training, adam
 
 __all__ = [
     "DampedNewton",
-    "Epoch",
-    "Hessian",
     "Newton",
     "Problem",
     "SampledNewton",
     "Solution",
     "Training",
-    "Whole",
     "adam",
     "minimise",
     "newton_1d",

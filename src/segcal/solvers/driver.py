@@ -13,24 +13,25 @@ everything that concerns all of them is here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from segcal.errors import InputError
-from segcal.solvers.solution import Box, FloatArray, Solution, checked_start, converged_message, refuse_start
+from segcal.solvers.solution import Box, Solution, refuse_start
+from segcal.types import FloatArray
 
 #: The variables of a block.
 Index = NDArray[np.intp]
 #: One ``(n, n)`` array, or one for each block.
 Hessian = FloatArray | Sequence[FloatArray]
-State = TypeVar("State")
 
-# A block waits for the others once it expects to gain less than this share of its part of ``gain``.
-_WAITING = 0.1
+# A block rests once its expected gain is below this share of its part of ``gain``.
+_RESTING = 0.1
 
 
 class Point(NamedTuple):
@@ -43,12 +44,12 @@ class Point(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are."""
+        """Whether all numbers are finite."""
         return all(bool(np.isfinite(numbers).all()) for numbers in self if numbers is not None)
 
 
 @dataclass(eq=False)
-class Block(Generic[State]):
+class Block:
     """An independent function of some of the variables: where it is, and the step it tries.
 
     Attributes:
@@ -56,16 +57,15 @@ class Block(Generic[State]):
         box: Their bounds.
         here: The best point so far.
         tolerance: The certificate at which it is done.
-        enough: The decrease that is not worth a step.
+        enough: A decrease too small to be worth a step.
         trial: The next point to evaluate.
-        predicted: The decrease that the model of the step predicts.
-        left: The decrease that is still to be had, as far as the policy can tell.
+        predicted: The decrease that the model predicts for the trial point.
+        left: The decrease that is still possible, as far as the policy can tell.
         moved: Whether ``here`` is new, so that the policy must aim again.
         stuck: Whether no step can be taken.
-        flat: Whether the function falls forever, or is level, along some direction.
+        flat: Whether the function is constant or falls forever along some direction.
         refusals: Trial points refused in a row.
         steps: Trial points taken.
-        state: What the policy keeps.
     """
 
     index: Index
@@ -73,7 +73,6 @@ class Block(Generic[State]):
     here: Point
     tolerance: float
     enough: float
-    state: State
     trial: FloatArray = field(init=False)
     predicted: float = np.inf
     left: float = np.inf
@@ -90,48 +89,50 @@ class Block(Generic[State]):
 
     @property
     def stationary(self) -> bool:
-        """Whether it is at a minimum, by the gradient."""
+        """Whether the certificate is within the tolerance."""
         return self.certificate <= self.tolerance
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is something to gain, and a way."""
+        """Whether there is something to gain, and a step to take."""
         return self.left > self.enough and not self.stuck
 
-    def take(self, there: Point) -> None:
-        """Move to the trial point."""
-        self.here, self.moved, self.refusals, self.steps = there, True, 0, self.steps + 1
+
+AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
 class Start(NamedTuple):
-    """Where to begin, the steps it took to find that, and whether the function was seen to be flat on the way."""
+    """Where to begin, the steps it took to get there, and whether the function was seen to be flat on the way."""
 
     x: FloatArray
     steps: int = 0
     flat: bool = False
 
 
-class Policy(Protocol[State]):
-    """How steps are chosen and judged."""
+class Policy(ABC, Generic[AnyBlock]):
+    """How steps are chosen and judged; ``block`` is the type of its blocks, with what the policy keeps in them."""
+
+    block: type[AnyBlock]
 
     def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
         """Where to begin, given the user's start."""
+        return Start(x)
 
-    def state(self, here: Point) -> State:
-        """What to keep of a block that begins here."""
-
+    @abstractmethod
     def evaluate(self, x: FloatArray) -> tuple[Any, FloatArray, Hessian | None]:
         """Values of the blocks, gradient and, where the policy gets them at every point, Hessians."""
 
-    def aim(self, x: FloatArray, blocks: Sequence[Block[State]]) -> None:
+    @abstractmethod
+    def aim(self, x: FloatArray, blocks: Sequence[AnyBlock]) -> None:
         """Set ``trial``, ``predicted`` and ``left`` of the blocks that moved."""
 
-    def judge(self, block: Block[State], there: Point) -> bool:
+    @abstractmethod
+    def judge(self, block: AnyBlock, there: Point) -> bool:
         """Whether to take the trial point; where not, set another trial, or say that the block is stuck."""
 
 
 def minimise(
-    policy: Policy[State],
+    policy: Policy[AnyBlock],
     start: ArrayLike,
     lower: ArrayLike | None = None,
     upper: ArrayLike | None = None,
@@ -156,7 +157,9 @@ def minimise(
         max_steps: Steps to take at most, by every block.
         max_evaluations: Evaluations of f at most.
     """
-    x = checked_start(start)
+    x = np.array(start, np.float64)
+    if x.ndim != 1 or not np.isfinite(x).all():
+        raise InputError(f"start has shape {x.shape} and values such as {x.ravel()[:3]}", expected="a finite vector")
     box = Box(lower, upper, x.size)
     indices = _checked_blocks(blocks, x.size)
     begin = policy.start(box.project(x), box, indices)
@@ -164,9 +167,9 @@ def minimise(
     points = _evaluate(policy, x, indices)
     if not all(point.finite for point in points):
         raise refuse_start(sum(point.value for point in points))
+    enough = _RESTING * gain / len(indices)
     parts = [
-        Block(index, box[index], here, tolerance, _WAITING * gain / len(indices), policy.state(here))
-        for index, here in zip(indices, points, strict=True)
+        policy.block(index, box[index], here, tolerance, enough) for index, here in zip(indices, points, strict=True)
     ]
     history, evaluations = [sum(part.here.value for part in parts)], 1
     while True:
@@ -175,7 +178,8 @@ def minimise(
         for part in parts:
             part.moved = False
         moving = [part for part in parts if part.unfinished and part.steps < max_steps]
-        if not moving or _left(parts) <= gain or evaluations >= max_evaluations:
+        converged = sum(part.left for part in parts) <= gain
+        if not moving or converged or evaluations >= max_evaluations:
             break
         for part in moving:
             x[part.index] = part.trial
@@ -184,32 +188,16 @@ def minimise(
             if part in moving:
                 part.refusals += 1
                 if policy.judge(part, there):
-                    part.take(there)
+                    part.here, part.moved, part.refusals, part.steps = there, True, 0, part.steps + 1
             x[part.index] = part.here.x
         if any(part.moved for part in moving):
             history.append(sum(part.here.value for part in parts))
-    return _conclude(x, box, parts, begin, history, evaluations, converged=_left(parts) <= gain)
-
-
-def _left(parts: Sequence[Block[Any]]) -> float:
-    return sum(part.left for part in parts)
-
-
-def _conclude(
-    x: FloatArray,
-    box: Box,
-    parts: Sequence[Block[Any]],
-    begin: Start,
-    history: list[float],
-    evaluations: int,
-    *,
-    converged: bool,
-) -> Solution[FloatArray]:
-    certificate, active = box.certificate(x, gradient_of(parts, x.size)), box.active(x)
+    certificate, active = max(part.certificate for part in parts), box.active(x)
     flat = begin.flat or any(part.flat for part in parts)
-    if converged:
-        message = converged_message(certificate, active, flat)
-    else:
+    message = f"converged: projected gradient {certificate:.1e}, {np.count_nonzero(active)} bounds active"
+    if converged and flat:
+        message += "; the function is flat or falls forever along some direction"
+    if not converged:
         ran_out = any(part.unfinished for part in parts)
         reason = "when the iterations ran out" if ran_out else "below which all is rounding (or derivatives are wrong)"
         message = f"not converged: projected gradient {certificate:.1e}, {reason}"
@@ -227,16 +215,8 @@ def _conclude(
     )
 
 
-def gradient_of(parts: Sequence[Block[Any]], size: int) -> FloatArray:
-    """The gradient of all blocks together, each at its own point."""
-    gradient = np.empty(size)
-    for part in parts:
-        gradient[part.index] = part.here.gradient
-    return gradient
-
-
 def _evaluate(policy: Policy[Any], x: FloatArray, indices: Sequence[Index]) -> list[Point]:
-    """What every block is to know: copies, since a function may reuse its argument and the arrays it sums into."""
+    """The point of every block, in copies: a function may reuse its argument and the arrays it returns."""
     value, gradient, hessian = policy.evaluate(x.copy())
     values = np.asarray(value, np.float64).reshape(-1)
     if np.shape(gradient) != x.shape or len(values) != len(indices):
@@ -259,7 +239,7 @@ def _evaluate(policy: Policy[Any], x: FloatArray, indices: Sequence[Index]) -> l
 
 
 def blockwise(hessian: Hessian) -> list[FloatArray]:
-    """The Hessians of the blocks; a single array is that of the only one."""
+    """The Hessians of the blocks; a single array belongs to the only block."""
     return [hessian] if isinstance(hessian, np.ndarray) and hessian.ndim == 2 else list(hessian)
 
 

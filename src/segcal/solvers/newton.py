@@ -4,50 +4,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from segcal.solvers.driver import Block, Hessian, Index, Point, Start
+from segcal.solvers.driver import Block, Hessian, Point, Policy
 from segcal.solvers.quadratic import minimise_quadratic
-from segcal.solvers.solution import Box, FloatArray, falls_on
+from segcal.solvers.solution import falls_on
+from segcal.types import FloatArray
 
 #: ``x -> (value, gradient, Hessian)``; for blocks, a value and a Hessian of each.
 Problem = Callable[[FloatArray], tuple[Any, FloatArray, Hessian]]
 
 _DECREASE = 1e-4  # Armijo's constant
 _MIN_NOISE, _MAX_NOISE = 1e-14, 1e-5  # the error assumed in f, relative to f: at first, and at most
-_MIN_CUT, _MAX_CUT = 0.005, 0.5  # the next trial step is between these times as long as the refused one
+_MIN_CUT, _MAX_CUT = 0.005, 0.5  # shortest and longest next trial step, relative to the refused one
 _MAX_REFUSALS = 12  # trial points refused in a row
-_MAX_STALLS = 3  # steps in a row, all changes of f being noise, that do not halve the certificate
+_MAX_STALLS = 3  # steps in a row that change f by noise only and do not halve the certificate
 _NO_CURVATURE = 1e-3  # the decrease, relative to f, that justifies a step along a direction without curvature
 _REACH = 1e6  # times 1 + |x|: the longest first step, for functions with next to no curvature
 
 
-@dataclass
-class _Line:
-    """The line along which a block searches.
+@dataclass(eq=False)
+class _Line(Block):
+    """A block, and the line along which it searches.
 
-    ``step`` leads to the minimum ``target`` of the model, ``slope`` is that of f along it, ``scale`` the share of it
-    that is tried. ``reach`` is how far the last shortened step went, ``share`` how much of its slope the last step
-    left. ``noise`` is the error seen in f; ``level`` says that the last step changed f by no more.
+    Attributes:
+        target: The minimum of the model.
+        step: From ``here`` to there.
+        slope: That of f along the step.
+        scale: The share of the step that is tried.
+        reach: How far the last shortened step went.
+        share: The share of its slope that the last step left.
+        noise: The error seen in f.
+        level: Whether the last step changed f by no more than noise.
+        before: The certificate before the last step.
+        stalls: Steps in a row that were level and did not halve the certificate.
     """
 
-    noise: float
-    target: FloatArray
-    step: FloatArray
+    target: FloatArray = field(init=False)
+    step: FloatArray = field(init=False)
     slope: float = 0.0
     scale: float = 1.0
     reach: float = np.inf
     share: float = 0.0
+    noise: float = field(init=False)
     level: bool = False
-    certificate: float = np.inf
+    before: float = np.inf
     stalls: int = 0
+
+    def __post_init__(self) -> None:
+        self.noise = _MIN_NOISE * abs(self.here.value)
+
+    def aim(self) -> None:
+        """Aim at the minimum of the model, no further than the last steps allow."""
+        here, certificate = self.here, self.certificate
+        assert here.hessian is not None
+        self.target = minimise_quadratic(here.hessian, here.gradient, here.x, self.box, _NO_CURVATURE * abs(here.value))
+        self.step = self.target - here.x
+        self.slope = float(here.gradient @ self.step)
+        length = float(np.linalg.norm(self.step))
+        reach = min(self.reach, _REACH * (1 + float(np.linalg.norm(here.x))))
+        self.stalls = self.stalls + 1 if self.level and certificate > 0.5 * self.before else 0
+        self.before = certificate
+        self.left = 0.0 if self.stationary else np.inf
+        self.stuck = self.slope >= 0 or self.stalls >= _MAX_STALLS
+        self.flat = falls_on(self.step, here.x, self.share) and -self.slope > self.noise
+        self.try_share(min(1.0, reach / length) if length else 1.0)
+
+    def try_share(self, scale: float) -> None:
+        """Set the trial point to this share of the step."""
+        self.scale = scale
+        self.trial = self.target if scale == 1 else self.box.project(self.here.x + scale * self.step)
+
+    def shorten(self, cut: float) -> bool:
+        """Try a shorter step; False, as the trial point is refused."""
+        self.try_share(self.scale * min(max(cut, _MIN_CUT), _MAX_CUT))
+        tiny = -self.scale * self.slope <= _MIN_NOISE * abs(self.here.value)
+        self.stuck = self.refusals >= _MAX_REFUSALS or tiny
+        return False
 
 
 @dataclass(frozen=True)
-class Newton:
+class Newton(Policy[_Line]):
     """Steps toward the minimum of the quadratic model ``g.d + d'Hd/2`` over the whole box.
 
     The model is minimised by ``segcal.solvers.quadratic.minimise_quadratic`` without evaluations, so bounds cost none,
@@ -70,77 +110,36 @@ class Newton:
     """
 
     problem: Problem
-
-    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
-        """The user's."""
-        return Start(x)
-
-    def state(self, here: Point) -> _Line:
-        """No line yet."""
-        return _Line(_MIN_NOISE * abs(here.value), here.x, np.zeros_like(here.x))
+    block = _Line
 
     def evaluate(self, x: FloatArray) -> tuple[Any, FloatArray, Hessian]:
         """The problem."""
         return self.problem(x)
 
-    def aim(self, x: FloatArray, blocks: Sequence[Block[_Line]]) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[_Line]) -> None:
         """At the minimum of the model, each block that moved."""
         for block in blocks:
             if block.moved:
-                self._aim(block)
+                block.aim()
 
-    def _aim(self, block: Block[_Line]) -> None:
-        line, here = block.state, block.here
-        assert here.hessian is not None
-        line.target = minimise_quadratic(
-            here.hessian, here.gradient, here.x, block.box, _NO_CURVATURE * abs(here.value)
-        )
-        line.step = line.target - here.x
-        line.slope = float(here.gradient @ line.step)
-        length = float(np.linalg.norm(line.step))
-        reach = min(line.reach, _REACH * (1 + float(np.linalg.norm(here.x))))
-        line.scale = min(1.0, reach / length) if length else 1.0
-        before, line.certificate = line.certificate, block.certificate
-        line.stalls = line.stalls + 1 if line.level and line.certificate > 0.5 * before else 0
-        block.left = 0.0 if block.stationary else np.inf
-        block.stuck = line.slope >= 0 or line.stalls >= _MAX_STALLS
-        block.flat = falls_on(line.step, here.x, line.share) and -line.slope > line.noise
-        _set_trial(block)
-
-    def judge(self, block: Block[_Line], there: Point) -> bool:
+    def judge(self, block: _Line, there: Point) -> bool:
         """Take the trial point where f falls enough, or shorten the step."""
-        line, here = block.state, block.here
         if not there.finite:
-            return _shorten(block, _MIN_CUT)
-        rise, slope = there.value - here.value, float(there.gradient @ line.step)
-        # A convex f rises by at least the slope here and at most the slope there: what goes beyond is error in f.
-        error = max(line.scale * line.slope - rise, rise - line.scale * slope)
-        line.noise = max(line.noise, min(error, _MAX_NOISE * abs(here.value)))
-        line.level = -line.slope <= 10 * line.noise
-        lower = line.level and rise <= line.noise and slope <= -0.5 * line.slope
-        if not (lower or rise <= _DECREASE * line.scale * line.slope):
-            return _shorten(block, _cubic_minimum(rise / line.scale, line.slope, slope))
-        line.reach = np.inf
-        if line.scale < 1 or slope > -0.5 * line.slope:
-            length = line.scale * float(np.linalg.norm(line.step))
-            line.reach = length * (2.0 if slope < -0.1 * line.slope else 1.0)
-        line.share = slope / line.slope
+            return block.shorten(_MIN_CUT)
+        rise, slope = there.value - block.here.value, float(there.gradient @ block.step)
+        # A convex f rises by at least the slope here and at most the slope there; the rest is error in f.
+        error = max(block.scale * block.slope - rise, rise - block.scale * slope)
+        block.noise = max(block.noise, min(error, _MAX_NOISE * abs(block.here.value)))
+        block.level = -block.slope <= 10 * block.noise
+        lower = block.level and rise <= block.noise and slope <= -0.5 * block.slope
+        if not (lower or rise <= _DECREASE * block.scale * block.slope):
+            return block.shorten(_cubic_minimum(rise / block.scale, block.slope, slope))
+        block.reach = np.inf
+        if block.scale < 1 or slope > -0.5 * block.slope:
+            length = block.scale * float(np.linalg.norm(block.step))
+            block.reach = length * (2.0 if slope < -0.1 * block.slope else 1.0)
+        block.share = slope / block.slope
         return True
-
-
-def _set_trial(block: Block[_Line]) -> None:
-    line = block.state
-    block.trial = line.target if line.scale == 1 else block.box.project(block.here.x + line.scale * line.step)
-
-
-def _shorten(block: Block[_Line], cut: float) -> bool:
-    """A shorter step; False, as the trial point is refused."""
-    line = block.state
-    line.scale *= min(max(cut, _MIN_CUT), _MAX_CUT)
-    tiny = -line.scale * line.slope <= _MIN_NOISE * abs(block.here.value)
-    block.stuck = block.refusals >= _MAX_REFUSALS or tiny
-    _set_trial(block)
-    return False
 
 
 def _cubic_minimum(rise: float, slope: float, end_slope: float) -> float:

@@ -1,4 +1,4 @@
-"""Quadratic functions on a box: the model of which the Newton solver takes the minimum at every step."""
+"""Quadratic functions on a box: the model whose minimum the Newton policies aim at."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
-from segcal.solvers.solution import Box, FloatArray
+from segcal.solvers.solution import Box
+from segcal.types import FloatArray
 
-# Far below what matters where curvatures are 1, far above the rounding that stops a Cholesky factorisation.
+# Where curvatures are 1: far too small to matter, and far above the rounding that stops a Cholesky factorisation.
 _RIDGE = 1e-12
-_FLOOR = 1e-16  # relative to the largest curvature: below it, a component has none to be measured by
+_FLOOR = 1e-16  # relative to the largest curvature: a component with less is measured as if it had this
 _MAX_STEPS = 500
-_DECREASE = 1e-4  # of what the slope predicts, for a clipped step to be taken
-_ROUNDING = 1e-12  # relative change of the model that is none
+_DECREASE = 1e-4  # share of the decrease predicted by the slope that a clipped step must reach
+_ROUNDING = 1e-12  # relative change of the model that may be rounding
 
 
 def minimise_quadratic(
@@ -21,17 +22,17 @@ def minimise_quadratic(
 ) -> FloatArray:
     """The t in the box with the least ``g.(t - x) + (t - x)'H(t - x) / 2``, x being ``point`` and H semidefinite.
 
-    Components held at a bound rest; the others take their own Newton step, clipped to the box where the model falls
-    that way (Bertsekas, Projected Newton methods for optimization problems with simple constraints, SIAM J. Control
-    Optim. 20, 1982), else up to the first bound in its way. Whatever meets a bound is held, until a step meets none:
-    that is the minimum over the components that are not held, and those are let go whose derivative points into the
-    box. Every such round lowers the model, so it ends, at the exact minimum; after five hundred steps the result is
-    merely lower than at x.
+    Components held at a bound stay there. The others take their own Newton step, clipped to the box if that lowers the
+    model (Bertsekas, Projected Newton methods for optimization problems with simple constraints, SIAM J. Control Optim.
+    20, 1982), and cut at the first bound in its way if not. A component that meets a bound is held from then on. A step
+    that meets none leads to the minimum over the free components; then those held components are released whose
+    derivative points into the box. Every such round lowers the model, so it ends at the exact minimum; after five
+    hundred steps the result is merely lower than at x.
 
-    Components are measured in units in which their curvature is 1, so that the result does not depend on the user's. A
-    ridge of 1e-12 (Levenberg, Marquardt) makes a singular H invertible; one refinement undoes what it does to the other
-    directions. Along directions without curvature the step is then the gradient's rounding over the ridge: it is left
-    out, which makes the step that of least norm, unless it predicts a decrease of more than ``noise``.
+    Components are measured in units in which their curvature is 1, so that the user's units do not matter. A ridge of
+    1e-12 (Levenberg, Marquardt) makes a singular H invertible; one refinement undoes its effect on the other
+    directions. Along directions without curvature the step is the gradient's rounding divided by the ridge. It is left
+    out, which gives the step of least norm, unless it predicts a decrease of more than ``noise``.
 
     Examples:
         >>> hessian, gradient = np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([-2.0, 1.0])
@@ -61,16 +62,17 @@ def minimise_quadratic(
             if met.any():
                 held = held | met
                 continue
-        let_go = held & ~_outward(target, slope, box)
-        if not let_go.any() or reached - model <= _ROUNDING * abs(model):
+        released = held & ~_outward(target, slope, box)
+        if not released.any() or reached - model <= _ROUNDING * abs(model):
             break
-        held, reached = held & ~let_go, model
+        held, reached = held & ~released, model
     return target
 
 
-def predicted_decrease(hessian: FloatArray, gradient: FloatArray, step: FloatArray) -> float:
-    """How much lower the model is after a step."""
-    return -_model(hessian, gradient, step)[0]
+def model_minimum(hessian: FloatArray, gradient: FloatArray, point: FloatArray, box: Box) -> tuple[FloatArray, float]:
+    """The minimum of ``minimise_quadratic``, and how much lower the model is there."""
+    target = minimise_quadratic(hessian, gradient, point, box)
+    return target, -_model(hessian, gradient, target - point)[0]
 
 
 def _outward(x: FloatArray, slope: FloatArray, box: Box) -> NDArray[np.bool_]:
@@ -85,13 +87,10 @@ def _model(hessian: FloatArray, gradient: FloatArray, step: FloatArray) -> tuple
 
 def _up_to_the_first_bound(x: FloatArray, step: FloatArray, box: Box) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Where a step leaves the box, and which components do."""
-    moving = step != 0
-    room = np.where(step > 0, box.upper, box.lower)[moving] - x[moving]
-    shares = np.full_like(x, np.inf)
-    shares[moving] = room / step[moving]
-    share = shares.min()
-    met = shares <= share
-    return np.where(met, np.where(step > 0, box.upper, box.lower), box.project(x + share * step)), met
+    bound = np.where(step > 0, box.upper, box.lower)
+    shares = np.divide(bound - x, step, out=np.full_like(x, np.inf), where=step != 0)
+    met = shares <= shares.min()
+    return np.where(met, bound, box.project(x + shares.min() * step)), met
 
 
 def _free_step(
@@ -107,8 +106,8 @@ def _free_step(
 
 
 def _newton_step(hessian: FloatArray, slope: FloatArray, ridge: float, noise: float) -> tuple[FloatArray, float]:
-    """The step and the ridge it took, which is higher where errors have made H indefinite."""
-    if ridge == 0:  # no curvature, hence no length of step is right; let it be 1 for the steepest component
+    """The step and the ridge it took, which is higher where rounding has made H indefinite."""
+    if ridge == 0:  # without curvature no length of step is right: take 1 for the steepest component
         return -slope / (np.abs(slope).max() or 1.0), ridge
     while True:
         regular = hessian.copy()
@@ -120,11 +119,8 @@ def _newton_step(hessian: FloatArray, slope: FloatArray, ridge: float, noise: fl
             continue
         step = -cho_solve(factor, slope, check_finite=False)
         step -= cho_solve(factor, slope + hessian @ step, check_finite=False)
-        # (ridge (H + ridge)^-1)^2 keeps what the step has in the null space of H, and nothing else.
-        idle = ridge**2 * cho_solve(factor, cho_solve(factor, step, check_finite=False), check_finite=False)
-        if np.linalg.norm(idle) > 1.01 * np.linalg.norm(
-            step
-        ):  # a part cannot be longer, unless H + ridge is tiny there
-            ridge *= 100.0
-            continue
-        return np.asarray(step - idle if -slope @ idle <= noise else step), ridge
+        # (ridge (H + ridge)^-1)^2 keeps the part of the step in the null space of H, and nothing else.
+        null = ridge**2 * cho_solve(factor, cho_solve(factor, step, check_finite=False), check_finite=False)
+        if not np.linalg.norm(null) > 1.01 * np.linalg.norm(step):  # longer only where H + ridge is tiny
+            return np.asarray(step - null if -slope @ null <= noise else step), ridge
+        ridge *= 100.0

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from segcal.errors import InputError
+from segcal.types import FloatArray
 
-FloatArray = NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 
+# A function is flat where a step leaves more than this share of the slope, and is longer than this share of 1 + |x|.
 # Near a minimum a Newton step leaves next to nothing of the slope; where f falls forever like exp(-x) it leaves 1/e.
-_FLAT_SLOPE, _FLAT_STEP = 0.1, 1e-3  # the share that is suspicious, and the length relative to 1 + |x|
+_FLAT_SLOPE, _FLAT_STEP = 0.1, 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +23,8 @@ class Solution(Generic[Value]):
     """The outcome of a minimisation of f over the box l <= x <= u.
 
     The certificate is the infinity norm of the projected gradient, ``max_i |clip(x_i - g_i, l_i, u_i) - x_i|``: zero
-    exactly at a minimum of a convex f, in the units of f per unit of x. Let f be a mean, so that a tolerance means the
-    same for any number of data.
+    exactly at a minimum of a convex f, in the units of f per unit of x. Let f be a mean, not a sum, so that a tolerance
+    means the same for any number of data.
 
     Attributes:
         value: The minimiser found: a float in one dimension, else a float64 array.
@@ -36,8 +37,8 @@ class Solution(Generic[Value]):
         message: The outcome in words.
         active: int8 of the shape of ``value``: -1 at the lower bound, 1 at the upper, 0 in between and where the bounds
             are equal.
-        flat: True where the solver saw that f goes on falling, or is level, along some direction: ``objective`` is then
-            as good as it gets, but ``value`` is not determined (it may lie at infinity).
+        flat: Whether f is constant or falls forever along some direction: ``objective`` is then as good as it gets, but
+            ``value`` is not determined (it may lie at infinity).
         history: The objective at the start and after each step.
 
     Examples:
@@ -78,7 +79,8 @@ class Box:
         self.upper = _bound("upper", np.inf if upper is None else upper, size)
         crossed = np.flatnonzero(self.lower > self.upper)
         if crossed.size:
-            raise InputError(f"lower exceeds upper at {_first(crossed)}", expected="lower <= upper everywhere")
+            places = ", ".join(map(str, crossed[:3])) + (", ..." if crossed.size > 3 else "")
+            raise InputError(f"lower exceeds upper at {places}", expected="lower <= upper everywhere")
 
     def __getitem__(self, index: Any) -> Box:
         lower, upper = self.lower[index], self.upper[index]
@@ -102,23 +104,9 @@ class Box:
 
 
 def falls_on(step: FloatArray, x: FloatArray, left: float) -> bool:
-    """Whether f seems to fall forever: steps near x are long, and the last one left this share of its slope."""
+    """Whether f seems to fall forever: the step from x is long, and a step ``left`` much of its slope."""
     longest, size = (float(np.abs(vector).max(initial=0.0)) for vector in (step, x))
     return left > _FLAT_SLOPE and longest > _FLAT_STEP * (1 + size)
-
-
-def converged_message(certificate: float, active: NDArray[np.int8], flat: bool) -> str:
-    """What all solvers say of success."""
-    text = f"converged: projected gradient {certificate:.1e}, {np.count_nonzero(active)} bounds active"
-    return f"{text}; the function is flat or falls forever along some direction" if flat else text
-
-
-def checked_start(start: ArrayLike) -> FloatArray:
-    """The start as a float64 vector of finite numbers."""
-    x = np.array(start, np.float64)
-    if x.ndim != 1 or not np.isfinite(x).all():
-        raise InputError(f"start has shape {x.shape} and values such as {x.ravel()[:3]}", expected="a finite vector")
-    return x
 
 
 def refuse_start(value: object) -> InputError:
@@ -138,7 +126,3 @@ def _bound(name: str, bound: ArrayLike, size: int) -> FloatArray:
             expected=f"None, a number or {size} numbers",
         )
     return np.broadcast_to(values, (size,))
-
-
-def _first(index: NDArray[np.intp]) -> str:
-    return ", ".join(map(str, index[:3])) + (", ..." if index.size > 3 else "")

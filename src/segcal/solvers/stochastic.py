@@ -1,4 +1,4 @@
-"""Adam with early stopping, for functions that are not convex and for comparison with those who use it on all."""
+"""Adam with early stopping: for functions that are not convex, and to compare with papers that use it throughout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from segcal.solvers.solution import refuse_start
 
 Batch = TypeVar("Batch")
 
-# Relative: a validation objective that falls by less than this does not keep the training going.
+# The relative decrease of the validation objective that counts as an improvement.
 _IMPROVEMENT = 1e-5
 
 
@@ -27,13 +27,13 @@ class Epoch:
     Attributes:
         loss: Mean loss of the batches while training; NaN in the first entry, which is the start.
         validation: The validation objective afterwards.
-        rate: The learning rate of the epoch.
-        skipped: Batches whose loss or gradient was not finite, and which were therefore left out.
+        learning_rate: That of the epoch.
+        skipped: Batches left out because their loss or gradient was not finite.
     """
 
     loss: float
     validation: float
-    rate: float
+    learning_rate: float
     skipped: int
 
 
@@ -64,33 +64,34 @@ def adam(
     batches: Callable[[torch.Generator], Iterable[Batch]],
     validation: Callable[[], float],
     *,
-    rate: float = 1e-3,
+    learning_rate: float = 1e-3,
     weight_decay: float = 0.0,
     clip: float = 1.0,
     max_epochs: int = 200,
     patience: int = 20,
     seed: int = 0,
 ) -> Training:
-    """Train a module in place, keep the state that is best on validation data, the start included.
+    """Train a module in place and keep the state that is best on validation data, the start included.
 
     Adam (Kingma and Ba, ICLR 2015) with decoupled weight decay (Loshchilov and Hutter, ICLR 2019) on gradients clipped
-    to norm ``clip``. The rate halves after every ``patience // 4`` epochs in a row in which the validation objective
-    did not fall by a relative 1e-5, and training ends after ``patience`` such epochs. Batches whose loss or gradient is
-    not finite are skipped. The same seed gives the same bits on the same machine: it seeds the generator given to
-    ``batches`` and torch's own generators, whose states are restored afterwards.
+    to norm ``clip``. An epoch counts as an improvement if the validation objective falls by a relative 1e-5. The
+    learning rate halves after every ``patience // 4`` epochs in a row without one, and training ends after ``patience``
+    such epochs. Batches whose loss or gradient is not finite are skipped. The same seed gives the same bits on the same
+    machine: it seeds the generator given to ``batches`` and torch's own generators, whose states are restored
+    afterwards.
 
     Args:
         module: What is trained: all its parameters that require a gradient. It is in training mode for the batches and
             in evaluation mode for validation.
         loss: The differentiable mean loss of a batch.
         batches: Called at every epoch with the generator that is to shuffle them.
-        validation: The objective to be low, without gradients; not finite counts as infinite.
-        rate: The learning rate at the start.
-        weight_decay: Of the parameters, per step and unit of the rate.
+        validation: The objective to be lowered, without gradients; NaN counts as infinite.
+        learning_rate: The learning rate at the start.
+        weight_decay: Of the parameters, per step and unit of the learning rate.
         clip: The largest norm of a gradient.
         max_epochs: Epochs at most.
         patience: Epochs without improvement before the end.
-        seed: See above.
+        seed: Of the generators.
 
     Examples:
         >>> line = nn.Linear(1, 1)
@@ -99,83 +100,70 @@ def adam(
         ...     return (line(x[rows]) - 3 * x[rows]).square().mean()
         >>> def batches(generator):
         ...     return torch.randperm(32, generator=generator).split(8)
-        >>> training = adam(line, loss, batches, lambda: loss(slice(None)).item(), rate=0.1)
+        >>> training = adam(line, loss, batches, lambda: loss(slice(None)).item(), learning_rate=0.1)
         >>> training.converged, training.objective < 1e-4, round(line.weight.item(), 2)
         (True, True, 3.0)
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise InputError("the module has no parameters that require a gradient", expected="at least one")
-    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay)
+    optimiser = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+
+    def train(batches: Iterable[Batch]) -> tuple[list[float], int]:
+        """The losses of the batches that led to a step, and how many were skipped."""
+        module.train()
+        losses: list[float] = []
+        skipped = 0
+        for batch in batches:
+            optimiser.zero_grad()
+            value = loss(batch)
+            value.backward()  # type: ignore[no-untyped-call]
+            norm = nn.utils.clip_grad_norm_(parameters, clip)
+            if math.isfinite(value.item()) and math.isfinite(norm.item()):
+                optimiser.step()
+                losses.append(value.item())
+            else:
+                skipped += 1
+        if not losses and not skipped:
+            raise InputError("batches gave nothing in an epoch", expected="at least one batch")
+        return losses, skipped
+
+    def validate() -> float:
+        module.eval()
+        with torch.no_grad():
+            value = float(validation())
+        return value if math.isfinite(value) else math.inf
+
     devices = sorted({parameter.device.index for parameter in parameters if parameter.device.type == "cuda"})
     was_training = module.training
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
-        start = _validate(module, validation)
-        if start == math.inf:
-            raise refuse_start(start)
-        history = [Epoch(math.nan, start, rate, 0)]
-        best, state, steps = 0, copy.deepcopy(module.state_dict()), 0
-        anchor, stale = start, 0
+        reference = validate()
+        if reference == math.inf:
+            raise refuse_start(reference)
+        history = [Epoch(math.nan, reference, learning_rate, 0)]
+        best, state, steps, stale = 0, copy.deepcopy(module.state_dict()), 0, 0
         try:
             while len(history) <= max_epochs and stale < patience:
-                mean, taken, skipped = _epoch(module, parameters, optimiser, loss, batches(generator), clip)
-                steps += taken
-                value = _validate(module, validation)
-                history.append(Epoch(mean, value, rate, skipped))
+                losses, skipped = train(batches(generator))
+                steps += len(losses)
+                mean = sum(losses) / len(losses) if losses else math.nan
+                value = validate()
+                history.append(Epoch(mean, value, learning_rate, skipped))
                 if value < history[best].validation:
                     best, state = len(history) - 1, copy.deepcopy(module.state_dict())
-                improved = value < anchor - _IMPROVEMENT * abs(anchor)
-                anchor, stale = (value, 0) if improved else (anchor, stale + 1)
+                improved = value < reference - _IMPROVEMENT * abs(reference)
+                reference, stale = (value, 0) if improved else (reference, stale + 1)
                 if stale and stale % max(1, patience // 4) == 0:
-                    rate /= 2
-                    optimiser.param_groups[0]["lr"] = rate
+                    learning_rate /= 2
+                    optimiser.param_groups[0]["lr"] = learning_rate
         finally:  # also when interrupted: the best state so far, never a half-trained one
             module.load_state_dict(state)
             module.train(was_training)
     converged, skipped = stale >= patience, sum(epoch.skipped for epoch in history)
-    return Training(
-        objective=history[best].validation,
-        converged=converged,
-        best=best,
-        iterations=steps,
-        message=(f"converged: no improvement in {stale} epochs" if converged else "not converged: the epochs ran out")
-        + f"; kept epoch {best} of {len(history) - 1}"
-        + (f"; {skipped} batches skipped, as they were not finite" if skipped else ""),
-        history=tuple(history),
-    )
-
-
-def _validate(module: nn.Module, validation: Callable[[], float]) -> float:
-    module.eval()
-    with torch.no_grad():
-        value = float(validation())
-    return value if math.isfinite(value) else math.inf
-
-
-def _epoch(
-    module: nn.Module,
-    parameters: list[nn.Parameter],
-    optimiser: torch.optim.Optimizer,
-    loss: Callable[[Batch], Tensor],
-    batches: Iterable[Batch],
-    clip: float,
-) -> tuple[float, int, int]:
-    """Mean loss, steps taken and batches skipped."""
-    module.train()
-    losses: list[float] = []
-    skipped = 0
-    for batch in batches:
-        optimiser.zero_grad()
-        value = loss(batch)
-        value.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(parameters, clip)
-        if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
-            skipped += 1
-            continue
-        optimiser.step()
-        losses.append(value.item())
-    if not losses and not skipped:
-        raise InputError("batches gave nothing in an epoch", expected="at least one batch")
-    return sum(losses) / len(losses) if losses else math.nan, len(losses), skipped
+    message = f"converged: no improvement in {stale} epochs" if converged else "not converged: the epochs ran out"
+    message += f"; kept epoch {best} of {len(history) - 1}"
+    if skipped:
+        message += f"; {skipped} batches skipped because they were not finite"
+    return Training(history[best].validation, converged, best, steps, message, tuple(history))
