@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,30 +14,14 @@ import typer
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cli.console import out, study_progress
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option, split_names
 from segcal.cli.evaluate import split_metrics
-from segcal.cli.fit import Selection
 from segcal.cli.study import show_study
 from segcal.errors import InputError, SegcalError
 from segcal.regions import REGIONS
 from segcal.study import compare
 from segcal.study.engine import STUDY_METRICS
-
-
-class Tuning(str, Enum):
-    """How strengths are chosen."""
-
-    none = "none"
-    path = "path"
-    paper = "paper"
-
-
-class Keep(str, Enum):
-    """What a recommended method must keep."""
-
-    order = "order"
-    argmax = "argmax"
-    none = "none"
+from segcal.study.settings import Preserve, Select, Tune
 
 
 def compare_command(
@@ -57,18 +40,18 @@ def compare_command(
     ] = None,
     fractions: Annotated[str, typer.Option(help="Shares for calibration, validation, test.")] = "0.5,0.2,0.3",
     tune: Annotated[
-        Tuning,
+        Tune,
         typer.Option(help="path: strengths chosen on validation cases; paper: Adam and Optuna, as published; none."),
-    ] = Tuning.path,
-    select: Annotated[Selection, typer.Option(help="The metric that tuning lowers.")] = Selection.nll,
+    ] = "path",
+    select: Annotated[Select, typer.Option(help="The metric that tuning lowers.")] = "nll",
     metrics: Annotated[
         str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
     ] = ",".join(STUDY_METRICS),
     regions: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")] = "everything,boundary",
     preserve: Annotated[
-        Keep,
+        Preserve,
         typer.Option(help="What the recommended method must keep: order and argmax never change a label."),
-    ] = Keep.order,
+    ] = "order",
     translation_invariant: Annotated[
         bool, typer.Option("--translation-invariant", help="Recommend only methods that ignore offsets of the logits.")
     ] = False,
@@ -113,11 +96,11 @@ def compare_command(
             repeats,
             output=output,
             fractions=_fractions(fractions),
-            tune=tune.value,
-            select=select.value,
+            tune=tune,
+            select=select,
             metrics=split_metrics(metrics),
             regions=_names(regions, "--regions"),
-            preserve=preserve.value,
+            preserve=preserve,
             translation_invariant=translation_invariant,
             robust=robust,
             pooling=_names(pooling, "--pooling"),  # type: ignore[arg-type]  # compare checks the words
@@ -167,12 +150,7 @@ def _unique(path: Path, paths: list[Path]) -> str:
 
 
 def _names(text: str | None, option: str) -> tuple[str, ...]:
-    if text is None:
-        return ()
-    names = tuple(item.strip() for item in text.split(",") if item.strip())
-    if not names:
-        raise InputError("nothing was asked for", where=option, expected="at least one name")
-    return names
+    return () if text is None else split_names(text, option)
 
 
 def _fractions(text: str) -> tuple[float, float, float]:

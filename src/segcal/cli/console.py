@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -44,6 +44,15 @@ def show_error(error: SegcalError) -> None:
         err.print(f"  [dim]expected[/] {escape(error.expected)}", soft_wrap=True)
     if error.fix:
         err.print(f"  [green]to fix[/]   {escape(error.fix)}", soft_wrap=True)
+
+
+def new_table(*columns: str, left: Collection[str] = (), title: str | None = None) -> Table:
+    """A table without lines. Columns are right-aligned unless named in ``left``; without columns it has no header."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(columns))
+    table.title, table.title_justify = title, "left"
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
 
 
 def show_table(table: Table) -> None:

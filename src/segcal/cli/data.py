@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -13,53 +12,35 @@ from rich.table import Table
 
 from segcal import synthetic
 from segcal.cases import CaseSet, open_cases, write_dataset
+from segcal.cases.formats import SCORE_FORMATS
 from segcal.cases.open import find_cases
-from segcal.cli.console import err, out, progress, show_table
+from segcal.cases.pack import StoredType
+from segcal.cli.console import err, new_table, out, progress, show_table
 from segcal.errors import InputError, check_seed
 from segcal.evaluation.check import CheckReport, check
 from segcal.metrics import accuracy, confidence_balance, entropy, nll
 
-
-class Layout(str, Enum):
-    """How a dataset folder is laid out."""
-
-    plain = "plain"
-    nnunet = "nnunet"
-
-
-class Format(str, Enum):
-    """File formats that hold scores."""
-
-    npy = "npy"
-    zarr = "zarr"
-    npz = "npz"
-    niigz = "nii.gz"
-    nii = "nii"
-    tif = "tif"
-    h5 = "h5"
-
-
-class StoredType(str, Enum):
-    """Precision of stored scores."""
-
-    float16 = "float16"
-    float32 = "float32"
-
-
+Layout = Literal["plain", "nnunet"]
 Data = Annotated[
     Path, typer.Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
 ]
 LayoutOption = Annotated[
     Layout | None, typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
 ]
-LabelsOption = Annotated[Path | None, typer.Option(help="Folder of the ground truth, where it is not DATA/labels.")]
-Workers = Annotated[int, typer.Option(min=1, help="Processes; each takes a share of the work.")]
+LabelsOption = Annotated[Path | None, typer.Option(help="Folder of the ground truth, if it is not DATA/labels.")]
+Workers = Annotated[int, typer.Option(min=1, help="Number of processes that share the work.")]
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for stores and huge volumes."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def seed_option(help: str) -> Any:
     """The option ``--seed`` of a command."""
-    # Checked here and not by typer, whose help would widen every line by the range.
+    # Not checked by typer, which would print the long range in the help.
     return typer.Option(callback=_checked_seed, help=help)
 
 
@@ -71,16 +52,24 @@ def _checked_seed(seed: int) -> int:
     return seed
 
 
+def split_names(text: str, option: str) -> tuple[str, ...]:
+    """The comma-separated names that an option was given."""
+    names = tuple(item.strip() for item in text.split(",") if item.strip())
+    if not names:
+        raise InputError("nothing was asked for", where=option, expected="at least one name")
+    return names
+
+
 def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:
-    """Command-line declarations as keywords of ``segcal.open_cases``; paths are relative to where the user is."""
-    given = {"layout": layout.value if layout else None, "labels": str(labels.absolute()) if labels else None}
+    """Options of the command line as keywords of ``segcal.open_cases``; paths are relative to the current folder."""
+    given = {"layout": layout, "labels": str(labels.absolute()) if labels else None}
     return {name: value for name, value in given.items() if value}
 
 
 def open_data(
     data: Path, layout: Layout | None = None, labels: Path | None = None, *, need_labels: bool = True
 ) -> CaseSet:
-    """Open a dataset, and say on standard error what is easily overlooked: files that belong to no case, for one."""
+    """Open a dataset, and print its notes on standard error, for example files that belong to no case."""
     cases = open_cases(data, need_labels=need_labels, **declared(layout, labels))
     for note in cases.notes:
         err.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
@@ -90,7 +79,7 @@ def open_data(
 def check_command(data: Data, layout: LayoutOption = None, labels: LabelsOption = None, as_json: Json = False) -> None:
     """Validate a dataset and show what it holds.
 
-    Reads every file of every case, lists all problems of all cases, and exits with 1 if there is any.
+    Reads every file of every case, lists all problems of all cases, and exits with 1 if there are any.
 
     Example: segcal check study/
     """
@@ -110,12 +99,8 @@ def pack_command(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new, empty, or with --resume.")],
     layout: LayoutOption = None,
     labels: LabelsOption = None,
-    dtype: Annotated[
-        StoredType, typer.Option(help="float16 halves the size and keeps every argmax.")
-    ] = StoredType.float16,
-    format: Annotated[
-        Format, typer.Option(help="npy is fastest; zarr is sharded, for stores and huge volumes.")
-    ] = Format.npy,
+    dtype: Annotated[StoredType, typer.Option(help="float16 halves the size and keeps every argmax.")] = "float16",
+    format: FormatOption = "npy",
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip outputs that are finished and read back right.")
     ] = False,
@@ -129,8 +114,8 @@ def pack_command(
     """
     cases = open_data(data, layout, labels)
     with progress("packing", len(cases)) as step:
-        report = write_dataset(cases, output, dtype=dtype.value, format=format.value, resume=resume, progress=step)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        report = write_dataset(cases, output, dtype=dtype, format=format, resume=resume, progress=step)
+    table = new_table()
     table.add_row("written", f"{report.cases - report.skipped} cases to {escape(str(output))}")
     if report.skipped:
         table.add_row("skipped", f"{report.skipped} finished cases, verified")
@@ -144,9 +129,9 @@ def pack_command(
 def scenes_command(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
     volumes: Annotated[bool, typer.Option("--volumes", help="Write the 12 volumes instead of the 64 images.")] = False,
-    seed: Annotated[int, seed_option("Same seed, same scenes.")] = 0,
-    dtype: Annotated[StoredType, typer.Option(help="Precision of the stored logits.")] = StoredType.float32,
-    format: Annotated[Format, typer.Option(help="File format.")] = Format.npy,
+    seed: Annotated[int, seed_option("The same seed gives the same scenes.")] = 0,
+    dtype: Annotated[StoredType, typer.Option(help="Precision of the stored logits.")] = "float32",
+    format: FormatOption = "npy",
 ) -> None:
     """Write synthetic scenes as a dataset: images, labels, overconfident logits, and the true posterior.
 
@@ -156,24 +141,20 @@ def scenes_command(
     """
     cases = synthetic.demo_scenes(seed)[int(volumes)]
     with progress("writing", len(cases)) as step:
-        report = write_dataset(cases, output, dtype=dtype.value, format=format.value, progress=step)
+        report = write_dataset(cases, output, dtype=dtype, format=format, progress=step)
     out.print(f"{report.cases} scenes, {report.bytes / 1e6:,.1f} MB, in {escape(str(output))}", soft_wrap=True)
 
 
 def show_check(report: CheckReport) -> None:
     """Print a check report as tables."""
-    facts = Table(
-        title=f"{escape(report.root)}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
-    )
+    facts = new_table(title=escape(report.root))
     facts.add_column(style="bold")
     facts.add_row("cases", str(report.cases))
-    scores = f"{report.kind}, {_counted(report.dtypes)}, {_counted(report.formats)}"
+    scores = f"{report.kind}, {' / '.join(report.dtypes) or '?'}, {' / '.join(report.formats) or '?'}"
     facts.add_row("scores", scores + (f", layout {report.layout}" if report.layout != "plain" else ""))
     if report.members:
-        facts.add_row(
-            "ensemble",
-            f"{len(report.members)} members ({escape(', '.join(report.members))}), pooled as {report.pooling}",
-        )
+        names = escape(", ".join(report.members))
+        facts.add_row("ensemble", f"{len(report.members)} members ({names}), pooled as {report.pooling}")
     if report.multilabel:
         facts.add_row("channels", f"{report.channels or '?'}, which may overlap: each is measured on its own")
     else:
@@ -209,9 +190,7 @@ def show_check(report: CheckReport) -> None:
 
 
 def _class_table(report: CheckReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("class", "name", "labels", "predicted"):
-        table.add_column(column, justify="left" if column == "name" else "right")
+    table = new_table("class", "name", "labels", "predicted", left=("name",))
     names = report.class_names
     for index, (true, predicted) in enumerate(zip(report.label_counts, report.predicted_counts, strict=True)):
         name = escape(names[index]) if names else ""
@@ -220,15 +199,10 @@ def _class_table(report: CheckReport) -> Table:
 
 
 def _channel_table(report: CheckReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("channel", "inside", "predicted", "accuracy", "NLL", "entropy", "at a glance"):
-        table.add_column(column, justify="left" if column in ("channel", "at a glance") else "right")
+    columns = ("channel", "inside", "predicted", "accuracy", "NLL", "entropy", "at a glance")
+    table = new_table(*columns, left=("channel", "at a glance"))
     for row in report.per_channel:
         shares = (f"{row[name] / row['valid']:.3%}" if row["valid"] else "-" for name in ("labels", "predicted"))
         means = (f"{row[name]:.4f}" for name in ("accuracy", "nll", "entropy"))
         table.add_row(escape(row["name"]), *shares, *means, row["verdict"])
     return table
-
-
-def _counted(values: dict[str, int]) -> str:
-    return " / ".join(values) or "?"

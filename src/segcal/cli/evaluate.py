@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from enum import Enum
+import re
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
-from segcal.cli.console import out, progress, show_table
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option
+from segcal.cli.console import new_table, out, progress, show_table
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option, split_names
 from segcal.cli.outputs import check_files
-from segcal.errors import InputError
 from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
 from segcal.evaluation.maps import open_maps, write_maps
 from segcal.evaluation.plan import parse_metric
@@ -27,13 +25,7 @@ from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.metrics.diagnosis import channels_in_words
 from segcal.regions import REGIONS
 
-
-class Part(str, Enum):
-    """A part of a dataset that declares its splits."""
-
-    calibration = "calibration"
-    validation = "validation"
-    test = "test"
+Part = Literal["calibration", "validation", "test"]
 
 
 def evaluate_command(
@@ -41,7 +33,7 @@ def evaluate_command(
     layout: LayoutOption = None,
     labels: LabelsOption = None,
     split: Annotated[Part | None, typer.Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
-    calibrator: Annotated[Path | None, typer.Option(help="Evaluate through this calibrator (segcal fit).")] = None,
+    calibrator: Annotated[Path | None, typer.Option(help="Evaluate with this calibrator (segcal fit).")] = None,
     metrics: Annotated[
         str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
     ] = ",".join(DEFAULT_METRICS),
@@ -61,7 +53,7 @@ def evaluate_command(
         bool, typer.Option("--exact", help="Exact equal-mass bins (ace-adaptive, tace): reads every case twice.")
     ] = False,
     workers: Workers = 1,
-    seed: Annotated[int, seed_option("Of the local patches.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the local patches.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
@@ -73,7 +65,7 @@ def evaluate_command(
     """
     cases = open_data(data, layout, labels)
     if split:
-        cases = cases.part(split.value)
+        cases = cases.part(split)
     fitted = load(calibrator) if calibrator else None
     check_files([output, csv], cases, calibrator)
     if plots:
@@ -81,13 +73,13 @@ def evaluate_command(
 
         check_writable(plots, folder=True)
         check_apart(plots, cases.folders, may_hold=True)
-        canvas(None, 1, 1)  # Without matplotlib it says so now.
+        canvas(None, 1, 1)  # Raises now if matplotlib is missing.
     if maps:
         open_maps(cases, maps)
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     with progress("evaluating", len(cases) * (1 + exact)) as step:
         results = evaluate(
-            cases, fitted, metrics=columns, regions=_split(regions),
+            cases, fitted, metrics=columns, regions=split_names(regions, "--regions"),
             exact=exact, workers=workers, seed=seed, progress=step,
         )  # fmt: skip
     try:
@@ -100,42 +92,25 @@ def evaluate_command(
         if maps:
             with progress("mapping", len(cases)) as step:
                 write_maps(cases, maps, calibrator=fitted, progress=step)
-    finally:  # If the disk is full now, the results are at least seen.
-        _show(results, as_json)
+    finally:  # Even if writing failed, the results are printed.
+        if as_json:
+            out.print_json(results.to_json())
+        else:
+            show_results(results)
     if fitted and cases.splits and not split and not as_json:
-        out.print("[yellow]note[/] all cases, whatever their part; --split test leaves out those that were fitted to")
-
-
-def _show(results: Results, as_json: bool) -> None:
-    if as_json:
-        out.print_json(results.to_json())
-    else:
-        show_results(results)
+        out.print("[yellow]note[/] all cases of all parts; --split test leaves out those of the fit")
 
 
 def show_results(results: Results) -> None:
-    """Print results as a table with the diagnosis in words; of multi-label data channel by channel, then the means."""
+    """Print results as a table with the diagnosis in words; for multi-label data each channel, then the means."""
     for name in results.channels:
         out.print(f"[bold]{escape(name)}[/]")
-        own = results.channel(name)
-        _show_table(own)
-        for line in diagnosis_in_words(own):
-            out.print(line, soft_wrap=True)
+        show_results(results.channel(name))
         out.print()
     if results.channels:
         out.print(f"[bold]mean over {len(results.channels)} channels[/]")
-    _show_table(results)
-    _show_notes(results)
-    for line in diagnosis_in_words(results):
-        out.print(line, soft_wrap=True)
-
-
-def _show_table(results: Results) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("region", "metric"):
-        table.add_column(column)
-    for column in ("pooled", "per image", "95% interval", "images"):
-        table.add_column(column, justify="right")
+    columns = ("region", "metric", "pooled", "per image", "95% interval", "images")
+    table = new_table(*columns, left=("region", "metric"))
     previous = ""
     for row in (row for row in results.summary() if not row.channel):
         notes = [f"{row.undefined} undefined"] if row.undefined else []
@@ -150,6 +125,10 @@ def _show_table(results: Results) -> None:
         )
         previous = row.region
     show_table(table)
+    if not results.about.get("channel"):
+        _show_notes(results)
+    for line in diagnosis_in_words(results):
+        out.print(line, soft_wrap=True)
 
 
 def _show_notes(results: Results) -> None:
@@ -164,7 +143,7 @@ def _show_notes(results: Results) -> None:
 
 
 def _unsaid(metric: str) -> set[str]:
-    """The options of a metric that its name does not give: they have their default."""
+    """The options of a metric that its name does not set, so that they have their defaults."""
     id, options = parse_metric(metric)
     return set(options_of(METRICS[id].function)) - set(options)
 
@@ -187,7 +166,7 @@ def diagnosis_in_words(results: Results) -> list[str]:
             lines.append(
                 f"{scope}: " + "; ".join(f"{word}: {escape(', '.join(names))}" for word, names in words.items())
             )
-    # What comes out of a calibrator has no gauge left, and the scores of a channel never had one.
+    # Calibrated scores and those of a channel have no common offset that could vary.
     if results.about["calibrator"] or results.about.get("channel"):
         return lines
     gauge = found["gauge"]
@@ -211,24 +190,11 @@ def _draw(results: Results, cases: CaseSet, calibrator: Calibrator | None, folde
             save(figure, folder / f"{name}.png")
 
 
-def _split(text: str) -> tuple[str, ...]:
-    names = tuple(item.strip() for item in text.split(",") if item.strip())
-    if not names:
-        raise InputError("nothing was asked for", where="--regions", expected="at least one name")
-    return names
-
-
 def split_metrics(text: str) -> tuple[str, ...]:
     """Split at commas that are not inside brackets; 'all' is every metric."""
     if text.strip() == "all":
         return tuple(METRICS)
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
+    parts = re.split(r",(?![^\[]*\])", text)  # no "]" follows before the next "["
     return tuple(part.strip() for part in parts if part.strip())
 
 

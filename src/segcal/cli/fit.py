@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,31 +14,18 @@ from rich.table import Table
 
 from segcal.calibrators import CALIBRATORS, load
 from segcal.cases import CaseSet, Split
+from segcal.cases.pack import StoredType
 from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import out, progress, show_table, waiting
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, StoredType, open_data, seed_option
+from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data, seed_option
 from segcal.cli.outputs import check_files
 from segcal.errors import InputError, check_name
 from segcal.evaluation.apply import apply
 from segcal.evaluation.evaluate import evaluate
 from segcal.files.plain import plain
+from segcal.fitting.data import VoxelBudget
+from segcal.study.settings import Select
 from segcal.study.tuning import tune
-
-
-class Selection(str, Enum):
-    """The metric that tuning lowers."""
-
-    nll = "nll"
-    ece = "ece"
-    brier = "brier"
-
-
-class Voxels(str, Enum):
-    """How many voxels a fit uses."""
-
-    auto = "auto"
-    all = "all"
-
 
 # Of the cases, for the table.
 _HELD_OUT = 0.3
@@ -53,10 +39,10 @@ def fit_command(
     layout: LayoutOption = None,
     labels: LabelsOption = None,
     tune_by: Annotated[
-        Selection | None,
+        Select | None,
         typer.Option("--tune", help="Choose the strength of regularisation on left-out images, by this metric."),
     ] = None,
-    voxels: Annotated[Voxels, typer.Option(help="auto may fit to a sample of the voxels, all is exact.")] = Voxels.auto,
+    voxels: Annotated[VoxelBudget, typer.Option(help="auto may fit to a sample of the voxels, all is exact.")] = "auto",
     test: Annotated[
         float | None,
         typer.Option(
@@ -82,11 +68,11 @@ def fit_command(
     with waiting(f"fitting {method}") as step:
         if tune_by is None:
             calibrator = CALIBRATORS[method]()
-            calibrator.fit(split.calibration, validation=validation, voxels=voxels.value, seed=seed)
+            calibrator.fit(split.calibration, validation=validation, voxels=voxels, seed=seed)
         else:
             calibrator = tune(
                 method, split.calibration, validation,
-                select=tune_by.value, voxels=voxels.value, seed=seed, progress=step,
+                select=tune_by, voxels=voxels, seed=seed, progress=step,
             )  # fmt: skip
     calibrator.save(output)
     assert calibrator.fit_report is not None
@@ -159,7 +145,7 @@ def apply_command(
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; new, empty, or with --resume.")],
     layout: LayoutOption = None,
-    dtype: Annotated[StoredType, typer.Option(help="Precision of the written scores.")] = StoredType.float32,
+    dtype: Annotated[StoredType, typer.Option(help="Precision of the written scores.")] = "float32",
     confidence: Annotated[bool, typer.Option("--confidence", help="Also write confidence maps.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip outputs that are finished and read back right.")
@@ -176,7 +162,7 @@ def apply_command(
             fitted,
             cases,
             output,
-            dtype=getattr(torch, dtype.value),
+            dtype=getattr(torch, dtype),
             confidence=confidence,
             resume=resume,
             progress=step,
