@@ -12,7 +12,7 @@ from segcal.errors import InputError, SegcalError
 from segcal.evaluation.apply import apply
 from segcal.evaluation.maps import write_maps
 from segcal.fitting.measured import mean_loss
-from segcal.study import browser
+from segcal.study.results import browser
 from segcal.study.tuning import _measure, tune
 from segcal.synthetic import Temperature, scenes, true_calibration_error
 

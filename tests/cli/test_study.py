@@ -20,7 +20,7 @@ def printed(study, monkeypatch, tmp_path, width=200):
 
 def test_harm_is_marked_and_nothing_of_it_is_green(monkeypatch, tmp_path):
     text = printed(harm(document()), monkeypatch, tmp_path)
-    table, _, words = text.partition("The network is too sure")
+    table, _, words = text.partition("The network is overconfident")
     row = next(line for line in table.splitlines() if "cms-op *" in line)
     assert "\x1b[31m" in row  # red
     assert "!" in row

@@ -10,8 +10,8 @@ import segcal
 from datasets import plain
 from segcal.evaluation.evaluate import evaluate
 from segcal.evaluation.results import POOLED, Results
-from segcal.study.facts import missed_classes
-from segcal.study.measuring import Evaluation
+from segcal.study.summary.data import missed_classes
+from segcal.study.work.evaluations import Evaluation
 
 SIZE = 20
 
@@ -94,9 +94,9 @@ def test_no_case_name_is_taken_for_the_pooled_row(tmp_path):
 
 def test_a_study_warns_of_misses(tmp_path):
     results = evaluate(dataset(tmp_path, PREDICTIONS), metrics=("hd95", "dsc"))
-    warnings = missed_classes(Evaluation({"rows": [list(row) for row in results.rows]}), [("hd95", ""), ("dsc", "")])
+    warnings = missed_classes(Evaluation(results.rows), [("hd95", ""), ("dsc", "")])
     assert len(warnings) == 1
-    assert warnings[0].startswith("hd95: 1 times a class")
+    assert warnings[0].startswith("hd95: 1 missed class ")
 
 
 @pytest.mark.parametrize("ignored", [255, -1, 40000, -(2**40)])

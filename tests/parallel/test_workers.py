@@ -15,7 +15,8 @@ import segcal
 from segcal.cases.caseset import CaseRef
 from segcal.errors import InputError, WorkerError
 from segcal.parallel.workers import in_workers
-from segcal.study import compare, run
+from segcal.study import compare
+from segcal.study.work import run
 from segcal.synthetic import Temperature, scenes
 from worker_tasks import opened_only_by, scaled
 

@@ -82,9 +82,9 @@ def document(cases=30, repeats=2, methods=9, classes=4, rank=3, regions=("everyt
         "recommendation": {
             "method": advised, "best": best, "shown": advised, "rule": "one standard error",
             "headline": [
-                {"text": "The network is too sure of itself.", "tone": "plain"},
-                {"text": f"{advised}, chosen by NLL on validation cases, lowers it by 43% on test cases and changes no "
-                 "label.", "tone": "plain"},
+                {"text": "The network is overconfident.", "tone": "plain"},
+                {"text": f"{advised}, chosen by NLL on the validation cases, lowers NLL by 43% on the test cases and "
+                 "changes no labels.", "tone": "plain"},
                 {"text": "ECE falls by 78%, from 0.0970 to 0.0240.", "tone": "plain"},
             ],
             "sentences": [
@@ -263,7 +263,7 @@ def harm(study, method="cms-op", metric="ece", region="everything"):
     for row in study["cases"]:
         if (row["method"], row["metric"], row["region"]) == (method, metric, region):
             row["values"] = [value + 10 * up for value in row["values"]]  # in every case
-    words = f"ECE gets worse: from {mean['uncalibrated']['mean']:.4f} to {mean[method]['mean']:.4f}."
+    words = f"ECE gets worse, from {mean['uncalibrated']['mean']:.4f} to {mean[method]['mean']:.4f}."
     study["recommendation"]["headline"][2] = {"text": words, "tone": "worse"}
     return study
 

@@ -10,7 +10,7 @@ import torch
 
 from report.example import HOSTILE
 from report.pages import keys, means, opened, scroll_to_end
-from segcal.study.browser import _classes
+from segcal.study.results.browser import _classes
 
 
 @pytest.mark.parametrize("name", ["volumes", "images", "bare", "crowded", "channels"])
@@ -65,7 +65,7 @@ def test_the_headline_says_what_how_and_how_sure(browser, reports):
     address, study = reports("volumes")
     with opened(browser, address) as page:
         text = page.locator("#top").inner_text()
-        assert "too sure of itself" in text
+        assert "The network is overconfident" in text
         assert "changes no label" in text
         for sentence in study["recommendation"]["sentences"] + study["recommendation"]["caveats"] + study["warnings"]:
             assert sentence in text

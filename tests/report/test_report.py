@@ -244,7 +244,7 @@ def test_large_volumes_keep_evenly_spaced_slices(tmp_path):
 
 
 def test_keys_have_the_colours_of_the_pictures():
-    from segcal.study import browser
+    from segcal.study.results import browser
 
     text = (ASSETS / "browser.js").read_text()
     for colours in (browser._CONFIDENCE, browser._TEMPERATURE, browser._CLASSES):

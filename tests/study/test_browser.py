@@ -5,7 +5,7 @@ from PIL import Image
 
 from segcal.calibrators import TemperatureScaling, VectorScaling
 from segcal.study import compare
-from segcal.study.browser import CASES, PIXELS, SLICES, Place, chosen_cases, write_browser
+from segcal.study.results.browser import CASES, PIXELS, SLICES, Place, chosen_cases, write_browser
 from segcal.synthetic import Temperature, scenes
 
 

@@ -9,7 +9,7 @@ import torch
 from datasets import plain
 from segcal.cases import open_cases
 from segcal.cases.caseset import CaseRef, CaseSet
-from segcal.study.cache import Store, class_key, content_key, fingerprints
+from segcal.study.work.store import Store, class_key, content_key, fingerprints
 from segcal.synthetic import Temperature, scenes
 from segcal.types import Case
 

@@ -15,10 +15,10 @@ from segcal.cases.caseset import CaseRef
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.evaluation.evaluate import evaluate
 from segcal.study import Study, compare
-from segcal.study.cache import Store, fingerprints
-from segcal.study.facts import label_counts
-from segcal.study.fits import FitTask, run_fits
 from segcal.study.splits import split_cases
+from segcal.study.summary.data import label_counts
+from segcal.study.work.fits import FitTask, run_fits
+from segcal.study.work.store import Store, fingerprints
 from segcal.synthetic import Temperature, demo_plant, scenes
 from segcal.types import Case
 

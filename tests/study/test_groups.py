@@ -9,8 +9,10 @@ from tests.reference import inference as reference
 from segcal.evaluation.evaluate import evaluate
 from segcal.inference import compare_pairs, friedman
 from segcal.metrics import Column
-from segcal.study import compare, summarise
+from segcal.study import compare
 from segcal.study.splits import counted_once
+from segcal.study.summary.table import Table
+from segcal.study.work.evaluations import Evaluation
 from segcal.synthetic import Temperature, scenes
 
 QUICK = {"tune": "none", "metrics": ("nll", "ece", "ba-ece", "flip"), "regions": ("everything",)}
@@ -58,7 +60,7 @@ def test_intervals_differences_tests_and_ranks_are_over_groups(study, cases):
 
 
 def test_few_groups_are_a_caveat_and_all_groups_are_in_the_results(study, cases):
-    assert any("the cases of 4 groups: with fewer than 8" in text for text in study["recommendation"]["caveats"])
+    assert any("belong to 4 groups. With fewer than 8" in text for text in study["recommendation"]["caveats"])
     assert study["about"]["data"]["groups"] == {"pattern": None, "cases": cases.groups}
     alone = compare(replace(cases, groups=None), ("ts",), **QUICK).document
     assert alone["about"]["data"]["groups"] is None
@@ -104,7 +106,6 @@ def test_cases_are_counted_in_one_part_each_and_evenly(cases):
 
 def test_the_order_of_groups_and_cases_is_that_of_the_table(cases):
     found = evaluate(cases[:6], metrics=("nll",))
-    document = {"rows": [list(row) for row in found.rows], "counted": [], "reliability": {}, "diagnosis": {}}
-    own = summarise.Evaluation({**document, "seconds": 0.0})
-    table = summarise.Table.of([{"uncalibrated": own}], [("nll", "everything")], dict(cases.groups))
+    own = Evaluation(found.rows)
+    table = Table.of([{"uncalibrated": own}], [("nll", "everything")], dict(cases.groups))
     assert table.groups == ("patient 0",) * 3 + ("patient 1",) * 3

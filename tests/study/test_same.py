@@ -6,7 +6,7 @@ import pytest
 
 from segcal.calibrators import CALIBRATORS, TemperatureScaling
 from segcal.study import compare
-from segcal.study.recommend import Candidate, choose
+from segcal.study.advice.choice import Candidate, choose
 from segcal.synthetic import Temperature, scenes
 
 QUICK = {"tune": "none", "metrics": ("nll", "ece", "dsc", "flip"), "regions": ("everything",)}

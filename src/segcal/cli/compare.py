@@ -20,8 +20,7 @@ from segcal.cli.study import show_study
 from segcal.errors import InputError, SegcalError
 from segcal.regions import REGIONS
 from segcal.study import compare
-from segcal.study.engine import STUDY_METRICS
-from segcal.study.settings import Preserve, Select, Tune
+from segcal.study.settings import STUDY_METRICS, Preserve, Select, Tune
 
 
 def compare_command(
@@ -103,11 +102,11 @@ def compare_command(
             preserve=preserve,
             translation_invariant=translation_invariant,
             robust=robust,
-            pooling=_names(pooling, "--pooling"),  # type: ignore[arg-type]  # compare checks the words
+            pooling=_names(pooling, "--pooling"),
             shifted={_unique(path, shifted or []): open_data(path) for path in shifted or []},
             model=load_model(model) if model else None,
             shift=shift,
-            sensitivity=_names(sensitivity, "--sensitivity"),  # type: ignore[arg-type]
+            sensitivity=_names(sensitivity, "--sensitivity"),
             workers=workers,
             seed=seed,
             resume=resume,

@@ -14,7 +14,7 @@ from rich.table import Table
 from segcal.cli.console import out, show_table
 from segcal.files.plain import number
 from segcal.study import Study
-from segcal.study.recommend import NEGLIGIBLE
+from segcal.study.advice.choice import NEGLIGIBLE
 
 #: The first is what methods are chosen and sorted by.
 _SHOWN = ("nll", "ece", "ba-ece")

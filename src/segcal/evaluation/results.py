@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from segcal.errors import DataError, InputError
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import number, plain
+from segcal.files.versions import RESULTS
 from segcal.inference import FEW_GROUPS, bootstrap_interval
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 
 #: The case of a pooled row: no case can be named so.
 POOLED = None
-# Version 2: pooled rows have no case (they had one called "(pooled)", as a real case may be), rows count misses.
-# Version 3: rows have a channel. Earlier ones are read, too.
-_FORMAT, _VERSION = "segcal.Results", 3
+# The case of a pooled row in version 1, which a real case may be called, too.
 _ONCE_POOLED = "(pooled)"
 
 
@@ -124,7 +123,7 @@ class Results:
         """The names of the channels of multi-label data; none of ordinary data."""
         return tuple(self.about.get("channels") or ())
 
-    def channel(self, name: str) -> Results:
+    def channel(self, name: str) -> Self:
         """The results of one channel of multi-label data, as those of ordinary data."""
         if name not in self.channels:
             raise InputError(f"channel {name!r}", expected=f"one of {', '.join(self.channels) or 'none'}")
@@ -165,8 +164,8 @@ class Results:
     def to_dict(self) -> dict[str, Any]:
         """Everything in dictionaries, lists and numbers that JSON can hold."""
         return {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": RESULTS[0],
+            "version": RESULTS[1],
             "about": plain(self.about),
             "columns": list(Row._fields),
             "rows": plain(self.rows),
@@ -177,7 +176,7 @@ class Results:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The results that ``to_dict`` wrote; ``ValueError``, ``KeyError`` or ``TypeError`` for anything else."""
-        if content["format"] != _FORMAT or content["version"] not in range(1, _VERSION + 1):
+        if content["format"] != RESULTS[0] or content["version"] not in range(1, RESULTS[1] + 1):
             raise ValueError(f"format {content['format']}, version {content['version']}")
         rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
         if content["version"] == 1:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from segcal.errors import DataError
-
-FORMAT, VERSION = "segcal.Study", 1
+from segcal.files.versions import STUDY
 
 _EXPECTED = "the results of segcal compare"
 _LISTS = ("metrics", "methods", "splits", "cases", "summary", "differences", "ranks", "flips", "reliability", "bands")
@@ -39,11 +38,11 @@ def read_study(path: Path) -> dict[str, Any]:
             f"is not complete JSON ({error})", where=where, expected=_EXPECTED, fix="run segcal compare --resume"
         ) from None
     found = study.get("format") if isinstance(study, dict) else type(study).__name__
-    if found != FORMAT:
+    if found != STUDY[0]:
         raise DataError(f"holds {found!r}, not a study", where=where, expected=_EXPECTED)
-    if study.get("version") != VERSION:
+    if study.get("version") != STUDY[1]:
         raise DataError(
-            f"has version {study.get('version')!r}", where=where, expected=f"version {VERSION}", fix="update segcal"
+            f"has version {study.get('version')!r}", where=where, expected=f"version {STUDY[1]}", fix="update segcal"
         )
     for names, kind in ((_LISTS, list), (_MAPPINGS, dict)):
         for name in names:

@@ -1,7 +1,20 @@
-"""``compare``: which calibrator to deploy, and how sure that is."""
+"""``compare``: which calibrator to deploy, and how certain that is.
+
+In the order of a study:
+
+1. ``settings``: what is asked for, checked before any work, and the methods to compare.
+2. ``splits``: which cases are fitted to, chosen on and tested on, repeat by repeat.
+3. ``work``: the fits (with ``tuning``) and the evaluations, done or found in the store; ``work.run`` combines them.
+4. ``summary``: from the values of all cases to means, intervals, differences, ranks and voxel counts.
+5. ``advice``: the rule that chooses a method, and the sentences that say what it found.
+6. ``results``: the results document, its tables and pictures, and ``Study``, which users hold.
+
+``engine.compare`` runs all of it.
+"""
 
 from segcal.study.engine import compare
-from segcal.study.progress import Step
-from segcal.study.study import Study
+from segcal.study.results.study import Study
+from segcal.study.settings import Settings
+from segcal.study.work.progress import Step
 
-__all__ = ["Step", "Study", "compare"]
+__all__ = ["Settings", "Step", "Study", "compare"]

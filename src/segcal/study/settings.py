@@ -1,17 +1,20 @@
-"""What a study is asked for, checked before any work."""
+"""What a study is asked for: its settings, checked before any work, and the methods it compares."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseSet
 from segcal.errors import InputError, check_name, check_seed, check_whole
-from segcal.evaluation.plan import LOCAL, columns_in, metric_spec, parse_metric
+from segcal.evaluation.evaluate import DEFAULT_METRICS
+from segcal.evaluation.plan import LOCAL, columns_in, metric_spec
 from segcal.metrics import Column
 from segcal.regions import BANDS, REGIONS
+from segcal.statistics import EVERYTHING
 
 Tune = Literal["none", "path", "paper"]
 Select = Literal["nll", "ece", "brier"]
@@ -20,54 +23,73 @@ Pooling = Literal["single", "probs", "logits"]
 Sensitivity = Literal["bins", "size", "members"]
 
 UNCALIBRATED = "uncalibrated"
+STUDY_METRICS = (*DEFAULT_METRICS, "flip")
 FLIPS = ("harmful", "beneficial", "neutral")
+#: Columns that every advice needs, whatever metrics were asked for.
+NLL, ECE = ("nll", EVERYTHING), ("ece", EVERYTHING)
 #: Numbers of bins of the sensitivity study.
 BIN_COUNTS = (5, 10, 15, 20, 30, 50, 100)
-_PARTS = ("calibration", "validation", "test")
+_CHOICES = {"tune": Tune, "select": Select, "preserve": Preserve, "pooling": Pooling, "sensitivity": Sensitivity}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``compare`` that decide what it finds; ``compare`` explains them."""
+    """Everything that decides what a study finds.
+
+    Attributes:
+        methods: Ids of ``segcal.CALIBRATORS``.
+        repeats: The number of splits.
+        fractions: Shares of the cases for calibration, validation and test.
+        tune: ``"path"`` chooses the shrinkage of exact maps on the validation part. ``"paper"`` trains by Adam, with
+            settings searched by Optuna, as published. ``"none"`` takes the defaults.
+        select: The metric that tuning minimises.
+        metrics: Ids of ``segcal.METRICS``, with options if needed, such as ``"ece[num_bins=50]"``.
+        regions: Ids of ``segcal.REGIONS``.
+        preserve: What a recommended method must keep: the ``"order"`` of the classes, their ``"argmax"``, ``"none"``.
+        translation_invariant: Recommend only methods that ignore offsets of the logits.
+        robust: Recommend only methods that lose neither to ``ts`` nor to uncalibrated scores on the shifted cases.
+        pooling: For ensembles: compare a ``"single"`` member, the mean of ``"probs"``, the mean of ``"logits"``.
+        sensitivity: Also vary the number of ``"bins"``, the calibration ``"size"``, the ensemble ``"members"``.
+        seed: Seed of the splits, the fits and the bootstrap.
+    """
 
     methods: tuple[str, ...]
-    repeats: int
-    fractions: tuple[float, float, float]
-    tune: Tune
-    select: Select
-    metrics: tuple[str, ...]
-    regions: tuple[str, ...]
-    preserve: Preserve
-    translation_invariant: bool
-    robust: bool
-    pooling: tuple[Pooling, ...]
-    sensitivity: tuple[Sensitivity, ...]
-    seed: int
+    repeats: int = 1
+    fractions: tuple[float, float, float] = (0.5, 0.2, 0.3)
+    tune: Tune = "path"
+    select: Select = "nll"
+    metrics: Sequence[str] = STUDY_METRICS
+    regions: Sequence[str] = (EVERYTHING, "boundary")
+    preserve: Preserve = "order"
+    translation_invariant: bool = False
+    robust: bool = False
+    pooling: Sequence[Pooling] = ()
+    sensitivity: Sequence[Sensitivity] = ()
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("metrics", "regions", "pooling", "sensitivity"):
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name) or ())))
         check_seed(self.seed)
         check_whole("repeats", self.repeats, 1)
-        in_range = len(self.fractions) == len(_PARTS) and all(0 < part < 1 for part in self.fractions)
+        in_range = len(self.fractions) == 3 and all(0 < part < 1 for part in self.fractions)
         if not in_range or sum(self.fractions) > 1 + 1e-9:
             raise InputError(
                 f"fractions are {', '.join(f'{part:g}' for part in self.fractions)}",
                 expected="three shares above 0 that sum to at most 1: calibration, validation, test",
             )
-        for name, kind in (("tune", Tune), ("select", Select), ("preserve", Preserve)):
-            check_name(name, getattr(self, name), get_args(kind))
-        for space in self.pooling:
-            check_name("pooling", space, get_args(Pooling))
-        for study in self.sensitivity:
-            check_name("sensitivity", study, get_args(Sensitivity))
+        for name, kind in _CHOICES.items():
+            given = getattr(self, name)
+            for word in given if isinstance(given, tuple) else (given,):
+                check_name(name, word, get_args(kind))
         if not self.regions or not self.metrics:
             raise InputError("no regions or no metrics", expected="at least one of each")
         for region in self.regions:
             check_name("region", region, REGIONS)
-        for metric in self.metrics:
-            parse_metric(metric)
+        columns_in(self.metrics, self.regions)  # raises for metrics that do not exist
 
     def check_members(self, cases: CaseSet) -> None:
-        """Pooling spaces and ensemble sizes need members."""
+        """Raise if the study varies ensemble members and the cases have none."""
         asked = [f"pooling = {', '.join(self.pooling)}"] if self.pooling else []
         asked += ["sensitivity = members"] if "members" in self.sensitivity else []
         if asked and (cases.num_members or 1) < 2:
@@ -78,20 +100,19 @@ class Settings:
 
     @property
     def columns(self) -> list[Column]:
-        """Every metric in every region, as the tables show them; surfaces belong to a case as a whole."""
+        """The columns of the tables: every metric in every region."""
         return columns_in(self.metrics, self.regions)
 
     @property
     def measured(self) -> list[Column]:
-        """The same, and what else the study needs: kinds of flips, the ECE cases are chosen by, bins, bands."""
+        """These columns, and those that the advice, the pictures and the sensitivity study need."""
         more = [Column("flip", options={"kind": kind}) for kind in FLIPS]
         more += [Column("ece"), Column("nll")]
         if "bins" in self.sensitivity:
             more += [Column("ece", options={"num_bins": count}) for count in BIN_COUNTS]
         if self.bands:
             more += [Column("nll", band) for band in BANDS]
-        known = {column.key: column for column in (*self.columns, *more)}
-        return list(known.values())
+        return list({column.key: column for column in (*self.columns, *more)}.values())
 
     @property
     def bands(self) -> bool:
@@ -99,16 +120,78 @@ class Settings:
         return any("distance" in metric_spec(column.metric).needs for column in self.columns)
 
     def shown(self, metric: str, region: str) -> bool:
-        """Whether a row of an evaluation is one that was asked for."""
-        names = {column.key for column in self.columns}
+        """Whether the tables have this column."""
         asked = LOCAL if region in ("local-mean", "local-max") else region
-        return (metric, asked) in names
+        return (metric, asked) in {column.key for column in self.columns}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the study: a calibrator, and how it pools an ensemble (None: as the dataset does).
+
+    Examples:
+        >>> Method("ts", "probs").key, Method("ts").key
+        ('ts@probs', 'ts')
+    """
+
+    id: str
+    pooling: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the study."""
+        return f"{self.id}@{self.pooling}" if self.pooling else self.id
+
+    def row(self, parameters: int | None, reason: str | None) -> dict[str, Any]:
+        """Its entry in the results."""
+        calibrator = None if self.id == UNCALIBRATED else CALIBRATORS[self.id]()
+        return {
+            "key": self.key,
+            "id": self.id,
+            "pooling": self.pooling,
+            "name": "Uncalibrated" if calibrator is None else method_name(self.id),
+            "preserves": "order" if calibrator is None else calibrator.preserves,
+            "translation_invariant": True if calibrator is None else calibrator.translation_invariant,
+            "parameters": 0 if calibrator is None else parameters,
+            "status": "ok" if reason is None else "failed",
+            "reason": reason,
+        }
+
+
+def study_methods(settings: Settings) -> list[Method]:
+    """Uncalibrated first, then every method; with pooling spaces, uncalibrated and every method in each of them."""
+    spaces = [Method(id, space) for space in settings.pooling for id in (UNCALIBRATED, *settings.methods)]
+    return [Method(UNCALIBRATED), *(spaces or map(Method, settings.methods))]
+
+
+def variant_of(cases: CaseSet, variant: str | None) -> CaseSet:
+    """The cases as a variant sees them: pooled in a space, the first member alone, or the first few."""
+    if variant is None:
+        return cases
+    if variant == "single":
+        return cases.members([0])
+    if variant.startswith("members-"):
+        return cases.members(range(int(variant.removeprefix("members-"))))
+    return cases.pooled("probs" if variant == "probs" else "logits")
+
+
+def method_name(id: str) -> str:
+    """The name of a calibrator in words.
+
+    Examples:
+        >>> method_name("ts"), method_name("cms-op")
+        ('Temperature scaling', 'CMS order preserving')
+    """
+    if id == "meta-cal":
+        return "Meta-Cal"
+    first, *rest = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", CALIBRATORS[id].__name__)
+    return " ".join((first, *(word if word.isupper() or word == "Dirichlet" else word.lower() for word in rest)))
 
 
 def resolve_methods(methods: str | Sequence[str], *, members: bool = False) -> tuple[str, ...]:
     """Ids of calibrators from ``"all"``, ``"decision-preserving"``, one id, or several.
 
-    ``members`` says whether ``"all"`` should have the ensemble among them, which without members does nothing.
+    ``members`` says whether ``"all"`` includes the calibrator of ensembles, which does nothing without members.
 
     Examples:
         >>> resolve_methods(("ts", "cms-op", "ts"))

@@ -1,4 +1,4 @@
-"""Other images than those fitted to: a second dataset, or the same images corrupted and predicted anew."""
+"""Shifted cases: a second dataset, or the same images corrupted and predicted again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.cases.caseset import CaseRef, Split
 from segcal.errors import InputError
-from segcal.study.cache import fingerprints
 from segcal.study.settings import Settings
+from segcal.study.work.store import fingerprints
 from segcal.training.shift import SEVERITIES, CorruptedCase, Severity
 from segcal.types import Case
 
@@ -23,7 +23,7 @@ Model = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ShiftedSet:
-    """Cases to test on unchanged calibrators; ``known`` are their fingerprints."""
+    """Cases to test the calibrators on; ``known`` are their fingerprints, ``modelled`` if a model predicts them."""
 
     name: str
     cases: CaseSet
@@ -31,38 +31,38 @@ class ShiftedSet:
     modelled: bool = False
 
     def left(self, split: Split) -> CaseSet:
-        """The cases but those that this repeat has seen: a corrupted image is still the image fitted to."""
+        """The cases that this repeat has not seen: a corrupted copy of a calibration image counts as seen."""
         seen = {*split.calibration.ids, *split.validation.ids}
         cases = self.cases.select([case for case in self.cases.ids if case not in seen])
         if not len(cases):
             raise InputError(
                 f"all cases of '{self.name}' were fitted to or chosen on",
                 where="shifted",
-                expected="cases that are new, or the same names as the dataset's, of which those tested on are used",
+                expected="cases with new names, or with the names of test cases",
             )
         return cases
 
     def workers(self, workers: int) -> int:
-        """A model uses all cores by itself, and need not be one that can be sent to other processes."""
+        """One for a model: it uses all cores itself, and may not work in another process."""
         return 1 if self.modelled else workers
 
 
 def given_sets(cases: CaseSet, shifted: Mapping[str, CaseSet]) -> list[ShiftedSet]:
-    """Second datasets, which must have the same classes."""
+    """Second datasets. They must have the classes of the first."""
     for name, other in shifted.items():
         check_classes(other, cases, have=f"'{name}' has", whose="the dataset")
     return [ShiftedSet(name, other, fingerprints(other)) for name, other in shifted.items()]
 
 
 def corrupted_sets(cases: CaseSet, model: Model | None, settings: Settings) -> list[ShiftedSet]:
-    """The images of the cases, corrupted mildly and strongly, as the model sees them."""
+    """The model's predictions for mildly and strongly corrupted images of the cases."""
     if model is None:
         raise InputError("shift without a model", expected="model=, a function from images to logits")
     if cases[0].image is None:
         raise InputError("the cases have no images", where="shift", expected="a folder images/ in the dataset")
     if settings.pooling:
         raise InputError("shift with pooling", expected="one of them: a model gives one prediction, not an ensemble's")
-    # What a model would predict cannot be told by looking at it, so nothing of it is taken from an earlier run.
+    # A model has no fingerprint, so its predictions get a new one each time: nothing is reused from an earlier run.
     once, multilabel = uuid.uuid4().hex, cases.channel_names is not None
     return [
         ShiftedSet(

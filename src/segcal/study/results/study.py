@@ -11,10 +11,9 @@ from typing import Any
 from segcal.errors import DataError, InputError
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain
+from segcal.files.versions import STUDY
 from segcal.statistics import EVERYTHING
-from segcal.study.tables import csv_text, latex_text
-
-FORMAT, VERSION = "segcal.Study", 1
+from segcal.study.results.tables import csv_text, latex_text
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Study:
         """Read what ``to_json`` wrote."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
-            if (document["format"], document["version"]) != (FORMAT, VERSION):
+            if (document["format"], document["version"]) != STUDY:
                 raise ValueError(f"format {document['format']}, version {document['version']}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(

@@ -1,4 +1,4 @@
-"""What is known of the cases before any fit: how many voxels each class has, and what the report says of the data."""
+"""Facts about the data: the voxels of each class, warnings about them, and what the report says of the dataset."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import torch
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
 from segcal.errors import SegcalError
-from segcal.study.cache import Store, class_key, content_key
-from segcal.study.measuring import Evaluation
+from segcal.study.work.evaluations import Evaluation
+from segcal.study.work.store import Store, class_key, content_key
 from segcal.types import row_slices
 
 
 def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict[str, list[int]]:
-    """Voxels of every class in every case, or inside of every channel, without the ignored and the masked out.
-
-    No fit sees those.
-    """
+    """Voxels of every class (or inside every channel) in every case, without ignored and masked-out voxels."""
     key = content_key(valid=[(i, known[i]) for i in cases.ids], classes=class_key(cases))
     kept = store.read("labels", key)
     if kept is not None:
@@ -49,26 +46,23 @@ def part_voxels(cases: CaseSet, part: CaseSet, counts: Mapping[str, Sequence[int
 
 
 def absent_classes(cases: CaseSet, splits: Sequence[Split], counts: Mapping[str, Sequence[int]]) -> list[str]:
-    """A warning for every class that the cases have and a calibration part lacks."""
+    """A warning for every class that occurs in the cases but not in a calibration part."""
     everywhere = part_voxels(cases, cases, counts)
     what = "Class" if cases.channel_names is None else "Channel"
-    found = []
-    for repeat, split in enumerate(splits):
-        here = part_voxels(cases, split.calibration, counts)
-        found += [
-            f"{what} '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt of it."
-            for name, count in here.items()
-            if count == 0 < everywhere[name]
-        ]
-    return found
+    return [
+        f"{what} '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt about it."
+        for repeat, split in enumerate(splits)
+        for name, count in part_voxels(cases, split.calibration, counts).items()
+        if count == 0 < everywhere[name]
+    ]
 
 
 def missed_classes(uncalibrated: Evaluation, columns: Sequence[tuple[str, str]]) -> list[str]:
-    """A warning for every metric of surfaces that met classes without a distance."""
+    """A warning for every surface metric that met classes without a distance."""
     missed = {metric: uncalibrated.missed(metric) for metric, _ in columns}
     return [
-        f"{metric}: {count} times a class of a test case is in the prediction or the labels only. It has no distance "
-        "and counts as 'absent' says (unless chosen, the image diagonal)."
+        f"{metric}: {count} missed class{'es' * (count > 1)} (only in the prediction or only in the labels of a test "
+        "case) without a distance. The option 'absent' says how that counts (by default, as the image diagonal)."
         for metric, count in missed.items()
         if count
     ]
@@ -85,7 +79,7 @@ def labelled(cases: CaseSet) -> list[str]:
 
 
 def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
-    """What the results say of the data; opens the first case."""
+    """What the results say about the data; opens the first case."""
     first = cases[0]
     return {
         "name": name,
@@ -100,8 +94,3 @@ def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
         "groups": cases.about_groups(),
         "has_images": first.image is not None,
     }
-
-
-def distance_unit(cases: CaseSet) -> str:
-    """``mm`` where the cases have a spacing, else ``voxel``."""
-    return "voxel" if cases[0].spacing is None else "mm"

@@ -1,8 +1,7 @@
-"""Fitting: one calibrator on one calibration part, kept when done; many of them in several processes."""
+"""Fitting: calibrators on calibration parts, in several processes, each kept in the store when done."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +17,16 @@ from segcal.calibrators.experts import ExpertCalibrator
 from segcal.cases import CaseSet
 from segcal.errors import SegcalError, WorkerError
 from segcal.parallel.workers import worker_pool
-from segcal.study.cache import Store, class_key, content_key
-from segcal.study.settings import Select, Tune
+from segcal.study.settings import Select, Tune, variant_of
 from segcal.study.tuning import tune
+from segcal.study.work.store import Store, class_key, content_key
 
 
 @dataclass(frozen=True)
 class FitTask:
-    """A calibrator to fit: which, to what, and how; ``key`` names the result in the store.
+    """One calibrator to fit; ``key`` names the result in the store.
 
-    With ``arguments`` the calibrator is built with them, each channel with its own, and fitted without tuning.
+    With ``arguments`` (one mapping per channel) the calibrator is built from them and fitted without tuning.
     """
 
     method: str
@@ -42,22 +41,21 @@ class FitTask:
     @classmethod
     def make(cls, known: Mapping[str, str], variant: str | None, **fields: Any) -> FitTask:
         """A task with its key; ``known`` are the fingerprints of the cases, ``variant`` how members are pooled."""
-        parts = {name: fields[name] for name in ("calibration", "validation")}
-        calibration: CaseSet = parts["calibration"]
+        parts = {name: fields[name] and variant_of(fields[name], variant) for name in ("calibration", "validation")}
         content = {
-            **{name: value for name, value in fields.items() if name not in parts},
+            **fields,
             **{name: part and [(i, known[i]) for i in part.ids] for name, part in parts.items()},
             "variant": variant,
             "defaults": CALIBRATORS[fields["method"]]().arguments(),
-            "classes": class_key(calibration),
+            "classes": class_key(parts["calibration"]),
         }
-        return cls(**fields, key=content_key(**content))
+        return cls(**{**fields, **parts}, key=content_key(**content))
 
 
 def run_fits(
     tasks: Sequence[FitTask], store: Store, workers: int, progress: Callable[[FitTask], None]
 ) -> dict[str, dict[str, Any]]:
-    """The documents of all tasks by their key, from the store where they are there; ``progress`` after each."""
+    """The documents of all tasks by key, from the store where possible; ``progress`` is called after each."""
     found: dict[str, dict[str, Any]] = {}
     pending: list[FitTask] = []
     for task in tasks:
@@ -67,24 +65,19 @@ def run_fits(
         else:
             found[task.key] = kept
             progress(task)
-    for task, document in _in_processes(pending, store, workers) if workers > 1 else _here(pending, store):
+    here = ((task, run_fit(task, store.folder)) for task in pending)
+    for task, document in _in_processes(pending, store, workers) if workers > 1 else here:
         found[task.key] = document
         progress(task)
     return found
 
 
-def _here(tasks: Sequence[FitTask], store: Store) -> Iterator[tuple[FitTask, dict[str, Any]]]:
-    for task in tasks:
-        yield task, run_fit(task, store.folder)
-
-
 def _in_processes(tasks: Sequence[FitTask], store: Store, workers: int) -> Iterator[tuple[FitTask, dict[str, Any]]]:
-    # The processes share torch's threads however few tasks are left, so that a study that goes on computes what it
-    # would have computed.
+    # Each process has its share of torch's threads, however few tasks are left: a resumed study gives the same numbers.
     left = list(tasks)
     together = True
     while left:
-        # After a process died, a task has a pool of its own, which shows whether the fault was its.
+        # After a process died, the next task runs alone. If its process dies too, the task is at fault.
         some = left if together else left[:1]
         try:
             with worker_pool(workers) as pool:
@@ -100,13 +93,13 @@ def _in_processes(tasks: Sequence[FitTask], store: Store, workers: int) -> Itera
 
 
 def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
-    """Fit and keep. A fit that fails gives its reason and is not kept: it may succeed another time."""
+    """Fit and store. A failed fit gives its reason and is not stored: it may succeed next time."""
     store = Store(folder)
     started = time.perf_counter()
     reset_peak_memory()
     try:
         calibrator = _fitted(task)
-    except Exception as error:  # whatever goes wrong in one method must not end the study
+    except Exception as error:  # One method must not end the study.
         return {"status": "failed", "reason": str(error) if isinstance(error, SegcalError) else repr(error)}
     report = calibrator.fit_report
     assert report is not None
@@ -129,7 +122,7 @@ def _fitted(task: FitTask) -> Calibrator:
         names, maps = task.calibration.channel_names, [cls(**own) for own in task.arguments]
         start = maps[0] if names is None else cls().take_channels(names, maps)
         return start.fit(task.calibration, validation=task.validation, seed=task.seed)
-    # The papers train by Adam and search its settings; the path is that of the exact solver.
+    # The papers train by Adam and search its settings; the path needs the exact solver.
     calibrator = cls(solver="adam") if task.tune == "paper" and issubclass(cls, ExpertCalibrator) else cls()
     exact = isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact"
     if (task.tune == "path" and exact) or (task.tune == "paper" and calibrator.search_space):
@@ -137,27 +130,14 @@ def _fitted(task: FitTask) -> Calibrator:
     return calibrator.fit(task.calibration, validation=task.validation, seed=task.seed)
 
 
-def method_name(id: str) -> str:
-    """The name of a calibrator in words.
-
-    Examples:
-        >>> method_name("ts"), method_name("cms-op")
-        ('Temperature scaling', 'CMS order preserving')
-    """
-    if id == "meta-cal":
-        return "Meta-Cal"
-    first, *rest = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", CALIBRATORS[id].__name__)
-    return " ".join((first, *(word if word.isupper() or word == "Dirichlet" else word.lower() for word in rest)))
-
-
 def reset_peak_memory() -> None:
-    """Start measuring the peak anew, where the system can."""
+    """Restart the measurement of peak memory, if the system can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> float:
-    """The largest memory of this process in MB since the reset, or since its start where there is no reset."""
+    """The peak memory of this process in MB since the reset, or since its start if the system cannot reset it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):

@@ -1,7 +1,7 @@
-"""What a study has finished, by what went into it: a killed study goes on where it was.
+"""What a study has finished, so that a stopped study can resume.
 
-An entry's name is a hash of everything that decides its content, so that nothing stale can be taken for fresh: other
-data, settings or another version of segcal simply do not find it.
+The name of an entry is a hash of everything that decides its content. A stale entry is never reused: other data, other
+settings or another version of segcal give another name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -27,8 +26,7 @@ from segcal.cases.splits import by_group
 from segcal.errors import SegcalError
 from segcal.files.atomic import atomic_path, file_state
 from segcal.files.plain import plain
-
-_VERSION = version("segcal")
+from segcal.files.versions import SEGCAL
 
 
 class Store:
@@ -46,7 +44,7 @@ class Store:
         self.folder = folder
 
     def read(self, kind: str, key: str) -> dict[str, Any] | None:
-        """A document, or None where it is not there or not whole."""
+        """A document, or None if it is missing or incomplete."""
         try:
             document = json.loads(self._path(kind, key, "json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -54,7 +52,7 @@ class Store:
         return document if isinstance(document, dict) else None
 
     def write(self, kind: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep a document; returns it as ``read`` will, so that what follows cannot tell fresh from kept."""
+        """Keep a document. Returns it as ``read`` will, so that a resumed study computes with the same values."""
         text = json.dumps(plain(document), allow_nan=False)
         with atomic_path(self._path(kind, key, "json")) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -66,35 +64,41 @@ class Store:
         calibrator.save(self._path("fit", key, "safetensors"))
 
     def load(self, key: str) -> Calibrator | None:
-        """A kept calibrator, or None where it is not there or not whole."""
+        """A kept calibrator, or None if it is missing or incomplete."""
         try:
             return load(self._path("fit", key, "safetensors"))
         except SegcalError:
             return None
+
+    def fitted(self, key: str | None) -> Calibrator | None:
+        """The calibrator of a fit that is known to be here; None for no fit."""
+        calibrator = None if key is None else self.load(key)
+        assert key is None or calibrator is not None, "a fit that was read or made a moment ago"
+        return calibrator
 
     def _path(self, kind: str, key: str, suffix: str) -> Path:
         return self.folder / f"{kind}-{key}.{suffix}"
 
 
 def content_key(**content: Any) -> str:
-    """A hash of what is named, and of segcal's version.
+    """A hash of the content and of segcal's version.
 
     Examples:
         >>> content_key(a=1, b=("x",)) == content_key(b=["x"], a=1) != content_key(a=2, b=("x",))
         True
     """
-    text = json.dumps([_VERSION, content], sort_keys=True)
+    text = json.dumps([SEGCAL, content], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def class_key(cases: CaseSet) -> tuple[Any, ...]:
-    """What the classes and channels of cases are, and which cases belong together, for a ``content_key``."""
+    """The classes, channels and groups of the cases, for a ``content_key``."""
     groups = sorted(by_group(cases.ids, cases.groups).values())
     return cases.num_classes, cases.ignore_index, cases.background, cases.class_names, cases.channel_names, groups
 
 
 def fingerprints(cases: CaseSet) -> dict[str, str]:
-    """A hash of each case's origin: names, sizes and times of its files, a generator's arguments, or its content.
+    """A hash of where each case comes from: its files (names, sizes, times), its generator's arguments, or its content.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -110,14 +114,13 @@ def _origin(ref: CaseRef) -> Any:
         return _described(ref.open)
     except _UnknownOriginError:
         case = ref.open()
-        tensors = (case.logits, case.labels, case.mask, case.image)
-        members = [_described(case.member_logits(index)) for index in range(case.members or 0)]
-        about = [case.id, case.spacing, case.ignore_index, case.pooling, members]
-        return [*about, *(None if t is None else _described(t) for t in tensors)]
+        members = [case.member_logits(index) for index in range(case.members or 0)]
+        about = (case.id, case.spacing, case.ignore_index, case.pooling, members)
+        return _described([*about, case.logits, case.labels, case.mask, case.image])
 
 
 class _UnknownOriginError(Exception):
-    """An object that does not say what it is made of."""
+    """An object whose content cannot be described without opening the case."""
 
 
 def _described(value: Any) -> Any:
@@ -126,7 +129,7 @@ def _described(value: Any) -> Any:
         return value
     if isinstance(value, partial):
         return [_described(value.func), _described(value.args), _described(value.keywords)]
-    # What segcal's own functions and classes do follows from its version; of others' the name does not say it.
+    # The version says what segcal's own functions and classes do. The name of anybody else's does not.
     own = str((value if isinstance(value, FunctionType) else type(value)).__module__).startswith("segcal.")
     if own and isinstance(value, FunctionType) and not value.__closure__ and value.__name__ != "<lambda>":
         return f"{value.__module__}.{value.__qualname__}"

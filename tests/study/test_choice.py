@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segcal.study.recommend import Candidate, choose
+from segcal.study.advice.choice import Candidate, choose
 
 PRESERVES = {"order": {"order"}, "argmax": {"order", "argmax"}, "none": {"order", "argmax", None}}
 

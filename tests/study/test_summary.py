@@ -1,12 +1,14 @@
 import json
+import math
 
 import numpy as np
 import pytest
 
-from segcal.evaluation.results import POOLED
-from segcal.study import summarise
-from segcal.study.measuring import Evaluation
-from segcal.study.tables import csv_text, latex_text
+from segcal.evaluation.results import POOLED, Row
+from segcal.study.results.tables import csv_text, latex_text
+from segcal.study.summary import table as summarise
+from segcal.study.summary import voxels
+from segcal.study.work.evaluations import Evaluation
 
 COLUMNS = [("nll", "everything"), ("dsc", "everything"), ("confidence-balance", "everything")]
 
@@ -14,23 +16,20 @@ COLUMNS = [("nll", "everything"), ("dsc", "everything"), ("confidence-balance", 
 def evaluation(values, flips=(0, 0, 0), compared=0):
     """An evaluation with these values ``{case: (nll, dsc, balance)}``."""
     rows = [
-        [case, region, metric, value, 100]
+        Row(case, region, metric, value, 100)
         for case, own in values.items()
         for (metric, region), value in zip(COLUMNS, own, strict=True)
     ]
-    rows += [[POOLED, region, metric, 0.5, 300] for metric, region in COLUMNS]
+    rows += [Row(POOLED, region, metric, 0.5, 300) for metric, region in COLUMNS]
     first, *others = values
     for kind, count in zip(("harmful", "beneficial", "neutral"), flips, strict=True):
-        share = count / compared if compared else None
-        rows += [[first, "everything", f"flip[kind={kind}]", share, compared]]
-        rows += [[case, "everything", f"flip[kind={kind}]", None, 0] for case in others]
+        share = count / compared if compared else math.nan
+        rows += [Row(first, "everything", f"flip[kind={kind}]", share, compared)]
+        rows += [Row(case, "everything", f"flip[kind={kind}]", math.nan, 0) for case in others]
     bins = {"top": {"count": [1, 3], "confidence": [0.4, 2.7], "correct": [0, 3]}, "classes": []}
     bands = dict.fromkeys(("band-0-3", "band-3-7", "band-7-15", "band-15-inf"), bins)
-    rows += [[case, band, "nll", 2.0, 4 * (case == first)] for band in bands for case in values]
-    reliability = {"everything": bins, **bands}
-    return Evaluation(
-        {"rows": rows, "counted": list(values), "reliability": reliability, "diagnosis": {}, "seconds": 0.0}
-    )
+    rows += [Row(case, band, "nll", 2.0, 4 * (case == first)) for band in bands for case in values]
+    return Evaluation(tuple(rows), {"counted": list(values)}, {"everything": bins, **bands})
 
 
 def study(repeats=2, cases=8, seed=0):
@@ -78,20 +77,21 @@ def test_differences_are_paired_and_ranks_know_which_way_is_better():
     assert rows["nll"]["low"] == pytest.approx(-0.5)
     assert rows["nll"]["high"] == pytest.approx(-0.5)
     assert 0 < rows["nll"]["p"] < 0.1
-    for row in summarise.ranks(table):
+    found = summarise.rankings(table)
+    for row in found["ranks"]:
         assert row["mean_rank"] == {"uncalibrated": 2.0, "b": 1.0}
-    assert summarise.sum_rank(table) == {"uncalibrated": 6.0, "b": 3.0}
-    assert summarise.mean_case_rank(table) == {"uncalibrated": 2.0, "b": 1.0}
+    assert found["sum_rank"] == {"uncalibrated": 6.0, "b": 3.0}
+    assert found["mean_case_rank"] == {"uncalibrated": 2.0, "b": 1.0}
 
 
 def test_counts_of_all_repeats_add_up():
     repeats = study()
-    flips = {row["method"]: row for row in summarise.flips(repeats)}
+    flips = {row["method"]: row for row in voxels.flips(repeats)}
     assert flips["b"] == {"method": "b", "compared": 600, "harmful": 2, "beneficial": 4, "neutral": 6}
     assert flips["uncalibrated"]["compared"] == 0
-    bins = summarise.reliability(repeats, ("everything",), bands=False)
+    bins = voxels.reliability(repeats, ("everything",), bands=False)
     assert [row["count"] for row in bins] == [[2, 6], [2, 6]]
-    band = summarise.bands(repeats, "mm")[0]
+    band = voxels.bands(repeats, "mm")[0]
     assert (band["count"], band["unit"], band["low"], band["high"]) == (8, "mm", 0.0, 3.0)
     assert band["ece"] == pytest.approx((2 * 0.4 + 2 * 0.3) / 8)
     assert band["nll"] == 2.0

@@ -1,4 +1,4 @@
-"""Numbers as text, for sentences."""
+"""Numbers and names as text, for sentences."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from segcal.study.settings import UNCALIBRATED
+
 
 def with_interval(row: Mapping[str, Any]) -> str:
-    """A mean and, where there is one, its interval.
+    """A mean and its interval, if it has one.
 
     Examples:
         >>> with_interval({"mean": 0.5, "low": 0.4, "high": 0.61234})
         '0.5000 (0.4000 to 0.6123)'
     """
-    mean = f"{row['mean']:.4f}"
-    return mean if math.isnan(row["low"]) else f"{mean} ({row['low']:.4f} to {row['high']:.4f})"
+    return f"{row['mean']:.4f}" + ("" if math.isnan(row["low"]) else f" ({row['low']:.4f} to {row['high']:.4f})")
 
 
 def change(row: Mapping[str, Any]) -> str:
-    """A difference and, where there is one, its interval.
+    """A difference and its interval, if it has one.
 
     Examples:
         >>> change({"mean": 0.0031, "low": 0.0021, "high": 0.0043})
         '+0.0031, 95% interval +0.0021 to +0.0043'
     """
-    mean = f"{row['mean']:+.4f}"
-    return mean if math.isnan(row["low"]) else f"{mean}, 95% interval {row['low']:+.4f} to {row['high']:+.4f}"
+    interval = "" if math.isnan(row["low"]) else f", 95% interval {row['low']:+.4f} to {row['high']:+.4f}"
+    return f"{row['mean']:+.4f}{interval}"
 
 
 def share_less(before: float, after: float) -> str:
-    """By how much a value fell, in percent that never claim nothing or everything when it is not.
+    """By how much a value fell, in percent; never 0% or 100% because of rounding.
 
     Examples:
         >>> share_less(0.2, 0.1), share_less(0.2, 0.1999), share_less(0.2, 1e-9)
@@ -56,7 +57,7 @@ def counted(count: int, what: str) -> str:
 
 
 def ordinal(number: int) -> str:
-    """A place in a row.
+    """A place in an order.
 
     Examples:
         >>> [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21)]
@@ -67,15 +68,25 @@ def ordinal(number: int) -> str:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Names in a row."""
+    """A list of names in quotes."""
     return ", ".join(f"'{name}'" for name in names)
 
 
 def joined(words: Sequence[str]) -> str:
-    """Words in a row.
+    """A list of words.
 
     Examples:
         >>> joined(["a"]), joined(["a", "b", "c"])
         ('a', 'a, b and c')
     """
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def with_method(key: str) -> str:
+    """A method after a number.
+
+    Examples:
+        >>> with_method("ts"), with_method("uncalibrated")
+        ('with ts', 'uncalibrated')
+    """
+    return key if key == UNCALIBRATED else f"with {key}"

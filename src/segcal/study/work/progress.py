@@ -1,4 +1,4 @@
-"""How far a study is."""
+"""How far a study has got."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """What comes next, and how much of the work is done; its unit is a case fitted or evaluated by one method."""
+    """The next step, and how much work is done. One unit of work is one case fitted or evaluated by one method."""
 
     name: str
     done: int
@@ -15,7 +15,7 @@ class Step(NamedTuple):
 
 
 class Meter:
-    """Counts work and tells a callback.
+    """Counts work and reports it to a callback.
 
     Examples:
         >>> meter = Meter(print, total=4)
@@ -28,9 +28,9 @@ class Meter:
         self._callback, self._total, self._done = callback, total, 0
 
     def next(self, name: str) -> None:
-        """Say what comes next."""
+        """Announce the next step."""
         self._callback(Step(name, self._done, self._total))
 
     def add(self, work: int) -> None:
-        """Note work that is done."""
+        """Record finished work."""
         self._done = min(self._total, self._done + work)

@@ -1,0 +1,1 @@
+"""The advice: which method to deploy, and why, in words."""

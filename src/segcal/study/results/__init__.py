@@ -1,0 +1,1 @@
+"""What a study leaves behind: the results document, tables, pictures."""
