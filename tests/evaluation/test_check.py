@@ -175,3 +175,13 @@ def test_compressed_members_are_decoded_once(tmp_path, monkeypatch):
     )
     assert not segcal.check(root).problems
     assert len(decoded) == 3
+
+
+def test_one_odd_case_is_the_only_one_reported_even_if_it_is_the_first(tmp_path):
+    root = plain(tmp_path, count=4)
+    path = root / "logits" / "case0.npy"
+    np.save(path, np.load(path)[:3])
+    report = segcal.check(root)
+    assert [problem.case for problem in report.problems] == ["case0"]
+    assert report.problems[0].expected == "4 classes, first axis"
+    assert (report.channels, sum(report.shapes.values())) == (4, 3)

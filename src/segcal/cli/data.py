@@ -17,8 +17,8 @@ from segcal.cases.open import find_cases
 from segcal.cases.pack import StoredType
 from segcal.cli.console import err, new_table, out, progress, show_table
 from segcal.errors import InputError, check_seed
-from segcal.evaluation.check import CheckReport, check
-from segcal.metrics import accuracy, confidence_balance, entropy, nll
+from segcal.evaluation.check import GLANCE, CheckReport, check
+from segcal.metrics import confidence_balance
 
 Layout = Literal["plain", "nnunet"]
 Data = Annotated[
@@ -173,9 +173,10 @@ def show_check(report: CheckReport) -> None:
         facts.add_row(masked, f"{report.masked / report.voxels:.2%}")
     if report.valid:
         mean = f", mean over {len(report.channel_names)} channels" if report.multilabel else ""
-        facts.add_row("accuracy", f"{report.mean(accuracy):.4f}{mean}")
-        facts.add_row("confidence", f"{report.confidence:.4f}{mean}")
-        facts.add_row("NLL, entropy", f"{report.mean(nll):.4f}, {report.mean(entropy):.4f}{mean}")
+        glance = {name: f"{report.mean(metric):.4f}" for name, metric in GLANCE.items()}
+        facts.add_row("accuracy", glance["accuracy"] + mean)
+        facts.add_row("confidence", glance["confidence"] + mean)
+        facts.add_row("NLL, entropy", f"{glance['nll']}, {glance['entropy']}{mean}")
         balance = f"(NLL - entropy = {report.mean(confidence_balance):+.4f}{mean})"
         facts.add_row("at a glance", f"{escape(report.verdict)} {balance}")
     show_table(facts)

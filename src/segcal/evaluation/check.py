@@ -1,10 +1,11 @@
-"""Validate a dataset: read every file of every case, collect all problems, and describe what is there."""
+"""Validate a dataset: read every file of every case, collect all problems, and describe what it holds."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from segcal.cases.caseset import numbered_channels
 from segcal.cases.disk import DiskCase
+from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found
 from segcal.cases.missing import missing_notes
 from segcal.cases.open import find_cases, missing_labels, wrong_names
+from segcal.cases.oriented import SCORE_KEYS
 from segcal.cases.splits import in_no_part
 from segcal.errors import DataError, SegcalError
 from segcal.files.plain import plain
@@ -29,7 +32,7 @@ from segcal.types import Case, row_slices
 
 T = TypeVar("T")
 
-# Voxels along each axis by which labels and prediction are compared with their transposes.
+# Voxels along each axis of the grid on which labels and prediction are compared with their transposes.
 _AGREEMENT_SIZE = 64
 
 
@@ -37,7 +40,8 @@ _AGREEMENT_SIZE = 64
 class CheckReport:
     """What a dataset holds, over all voxels of all cases that could be read.
 
-    Of multi-label data, voxels are counted in every channel, and all else is of each channel on its own.
+    In multi-label data every voxel counts once in each channel, and ``statistics`` has an entry for each channel.
+    ``blank`` counts the valid voxels where every logit is exactly 0.
     """
 
     root: str
@@ -56,12 +60,10 @@ class CheckReport:
     formats: Counter[str] = field(default_factory=Counter)
     spacings: Counter[tuple[float, ...] | None] = field(default_factory=Counter)
     statistics: list[VoxelStatistics] = field(default_factory=list)
-    """Of every channel; of ordinary data there is one."""
     voxels: int = 0
     ignored: int = 0
     masked: int = 0
     blank: int = 0
-    """Valid voxels of which every logit is exactly 0."""
     like_probabilities: bool = True
     problems: list[SegcalError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,12 +75,12 @@ class CheckReport:
 
     @property
     def label_counts(self) -> list[int]:
-        """Valid voxels per class, or inside per channel."""
+        """Valid voxels of each class or, in multi-label data, inside each channel."""
         return self._counts(1)
 
     @property
     def predicted_counts(self) -> list[int]:
-        """Valid voxels per predicted class, or predicted inside per channel."""
+        """Valid voxels by predicted class or, in multi-label data, predicted inside each channel."""
         return self._counts(0)
 
     def _counts(self, axis: int) -> list[int]:
@@ -86,7 +88,7 @@ class CheckReport:
         return [inside for _, inside in found] if self.multilabel else found[0] if found else []
 
     def mean(self, metric: Callable[..., float]) -> float:
-        """A metric over all valid voxels, the mean over channels where there are some; NaN without any."""
+        """A metric over all valid voxels, averaged over channels if there are any; NaN without valid voxels."""
         return float(Measure.mean(metric(own) for own in self.statistics))
 
     @property
@@ -96,7 +98,7 @@ class CheckReport:
 
     @property
     def channel_names(self) -> tuple[str, ...]:
-        """The channels of multi-label data; none of ordinary data."""
+        """The channels of multi-label data; empty for ordinary data."""
         if not self.multilabel:
             return ()
         return self.class_names or numbered_channels(len(self.statistics))
@@ -112,7 +114,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """Over- or underconfident; of multi-label data, which channels are."""
+        """Over- or underconfident; for multi-label data, which channels are."""
         named = zip(self.channel_names or ("",), self.statistics, strict=False)
         verdicts = {name: verdict(confidence_balance(own)) for name, own in named}
         words = set(verdicts.values())
@@ -120,42 +122,31 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain JSON types; null stands for NaN, texts for infinities."""
-        glance = {name: self.mean(metric) for name, metric in _GLANCE.items()}
         content = {
-            "root": self.root,
-            "layout": self.layout,
-            "kind": self.kind,
-            "pooling": self.pooling,
-            "members": list(self.members),
-            "cases": self.cases,
-            "channels": self.channels,
-            "multilabel": self.multilabel,
-            "per_channel": self.per_channel,
-            "class_names": list(self.class_names) if self.class_names else None,
-            "ignore_index": self.ignore_index,
-            "background": self.background,
-            "shapes": [{"shape": list(shape), "cases": count} for shape, count in self.shapes.most_common()],
-            "dtypes": dict(self.dtypes),
-            "formats": dict(self.formats),
-            "spacings": [{"spacing": s, "cases": count} for s, count in self.spacings.most_common()],
-            "label_counts": self.label_counts,
-            "predicted_counts": self.predicted_counts,
-            "voxels": self.voxels,
-            "ignored": self.ignored,
-            "masked": self.masked,
-            "valid": self.valid,
-            **glance,
+            **{name: getattr(self, name) for name in _PLAIN},
+            "shapes": [{"shape": shape, "cases": count} for shape, count in self.shapes.most_common()],
+            "spacings": [{"spacing": spacing, "cases": count} for spacing, count in self.spacings.most_common()],
+            **{name: self.mean(metric) for name, metric in GLANCE.items()},
             "problems": [str(problem) for problem in self.problems],
             "notes": self.notes,
         }
         return dict(plain(content))
 
 
+# The attributes that a report writes as they are.
+_PLAIN = (
+    *("root", "layout", "kind", "pooling", "members", "cases", "channels", "multilabel", "per_channel", "class_names"),
+    *("ignore_index", "background", "dtypes", "formats", "label_counts", "predicted_counts"),
+    *("voxels", "ignored", "masked", "valid"),
+)
+
+
 def _confidence(statistics: VoxelStatistics) -> Measure:
     return Measure.ratio(statistics.total().top_confidence.sum(), statistics.count())
 
 
-_GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
+#: The metrics of the report's overview.
+GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
     "accuracy": accuracy,
     "confidence": _confidence,
     "nll": nll,
@@ -164,17 +155,19 @@ _GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
 
 
 def _glance(statistics: VoxelStatistics) -> dict[str, Any]:
-    found = {name: float(metric(statistics)) for name, metric in _GLANCE.items()}
+    found = {name: float(metric(statistics)) for name, metric in GLANCE.items()}
     return {**found, "verdict": verdict(confidence_balance(statistics))}
 
 
 def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:
-    """Read everything in a dataset and report what it holds and all that is wrong with it.
+    """Read all files of a dataset and report what it holds and everything that is wrong with it.
 
-    Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises. Takes the
-    keywords of ``segcal.open_cases``. ``progress`` is called with the name of each case before it is read.
+    Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises an error.
+    Takes the keywords of ``segcal.open_cases``. ``progress`` is called with the name of each case before it is read.
     """
     found = find_cases(Path(path), **declared)
+    if found.config.classes is None:
+        found = replace(found, config=replace(found.config, classes=_usual_channels(found)))
     config = found.config
     report = CheckReport(
         root=str(path),
@@ -189,7 +182,7 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
         problems=found.problems + missing_labels(found),
         notes=found.notes + missing_notes(found.cases),
     )
-    with torch_threads(1):  # Each operation is short.
+    with torch_threads(1):  # Short operations are faster on one thread.
         for files in found.cases:
             progress(files.id)
             _check_case(files, found, report)
@@ -208,29 +201,37 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
     return report
 
 
+def _usual_channels(found: Found) -> int | None:
+    """The most common number of channels, so that a single odd case does not make all others look wrong."""
+    counts: Counter[int] = Counter()
+    for files in found.cases:
+        with suppress(SegcalError):  # Reported when the case is read.
+            counts[open_array(files.members[0], key=found.config.key, usual=SCORE_KEYS).shape[0]] += 1
+    return counts.most_common(1)[0][0] if counts else None
+
+
 def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
     failed: set[str] = set()
 
     def attempt(name: str, read: Callable[[], T]) -> T | None:
-        """Read, noting the first problem of each kind of file; whatever goes wrong is a problem of this case only."""
+        """Read, and report the first problem of each kind of file. Any exception is a problem of this case only."""
         if name in failed:
             return None
         try:
             return read()
         except SegcalError as error:
-            problem = error
+            report.problems.append(error)
         except Exception as error:
-            problem = DataError(f"cannot be read ({type(error).__name__}: {error})", case=files.id, where=name)
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+            report.problems.append(DataError(problem, case=files.id, where=name))
         failed.add(name)
-        report.problems.append(problem)
         return None
 
-    config = replace(found.config, classes=report.channels or found.config.classes)
-    source = attempt("files", lambda: DiskCase(files, config))
+    source = attempt("files", lambda: DiskCase(files, found.config))
     if source is None:
         return
     stored = source.members[0]
-    report.channels = report.channels or stored.shape[0]
+    report.channels = stored.shape[0]
     report.shapes[source.spatial] += 1
     report.dtypes[str(stored.file.dtype)] += 1
     report.formats[source.suffix.lower()] += 1
@@ -239,7 +240,7 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
         report.statistics = [VoxelStatistics(source.num_classes, (), classwise=False) for _ in range(source.batch)]
     agreement = _Agreement(source)
     case = Case(source)
-    if source.num_members and not source.sliceable:  # Every part would decode all members again.
+    if source.num_members and not source.sliceable:  # Otherwise every part would decode all members again.
         attempt("logits", lambda: case.logits)
     for rows in row_slices((source.batch, source.num_classes, *source.spatial)):
         logits = attempt("logits", partial(case.rows, "logits", rows))
@@ -276,15 +277,15 @@ def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tenso
 
 
 def _sums_to_one(logits: Tensor) -> bool:
-    """Whether some rows of what was declared as logits look like probabilities."""
+    """Whether some rows that were declared as logits look like probabilities."""
     some = logits[:, :, :: max(1, logits.shape[2] // 8)]
     return bool((some.min() >= 0) & ((some.sum(1) - 1).abs().max() < 1e-3))
 
 
 class _Agreement:
-    """Whether labels fit the prediction better transposed: a shape that reads the same backwards cannot tell.
+    """Whether the labels match the prediction better transposed, for shapes that are the same either way.
 
-    Every ``step``-th voxel along every axis is looked at, which is a grid that transposes onto itself.
+    Every ``step``-th voxel along every axis is compared: this grid is symmetric, too.
     """
 
     def __init__(self, source: DiskCase) -> None:
@@ -324,21 +325,18 @@ def _add_notes(report: CheckReport) -> None:
         )
     if report.blank:
         report.notes.append(
-            f"every logit is exactly 0 at {report.blank:,} valid voxels: padding that should be masked, or a file that "
-            "was not written to its end?"
+            f"every logit is exactly 0 at {report.blank:,} valid voxels: padding that should be masked, or an "
+            "incomplete file?"
         )
     if report.valid:
-        names = report.channel_names or [_name(report, k) for k in range(len(report.label_counts))]
+        named = [f"{k} ({name})" for k, name in enumerate(report.class_names or ())]
+        names = report.channel_names or named or map(str, range(len(report.label_counts)))
         absent = [name for name, count in zip(names, report.label_counts, strict=True) if count == 0]
         if absent:
             report.notes.append(f"never in the labels: {', '.join(absent)}")
     if math.isinf(report.mean(nll)):
-        report.notes.append("some voxels carry a label whose score is -inf: the NLL is infinite")
+        report.notes.append("some voxels have a label whose score is -inf: the NLL is infinite")
     if report.cases and not report.valid and not report.problems:
         report.notes.append("no valid voxel: everything is ignored or masked")
     if any(len(shape) == 3 for shape in report.shapes) and None in report.spacings:
         report.notes.append("volumes without spacing: distances will be in voxels (set spacing in segcal.toml)")
-
-
-def _name(report: CheckReport, index: int) -> str:
-    return f"{index} ({report.class_names[index]})" if report.class_names else str(index)
