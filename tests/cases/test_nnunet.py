@@ -112,8 +112,7 @@ def test_two_dimensional_png_cases(tmp_path):
     without = segcal.open_cases(predictions, layout="nnunet", need_labels=False)[0]
     assert with_labels.shape == without.shape == (1, 3, 9, 7)
     output = OutputFolder(tmp_path / "out", cases, "scores", settings={})
-    with ScoreWriter(output, "probs").scores(with_labels) as sink:
-        sink.write(slice(0, 9), with_labels.logits.log_softmax(1))
+    ScoreWriter(output, "probs").write(with_labels, [(slice(0, 9), with_labels.logits.log_softmax(1))])
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npz")["probabilities"], p[:, None], atol=1e-6)
 
 
@@ -136,9 +135,7 @@ def test_written_scores_keep_nnunets_layout_and_sidecars(tmp_path):
     cases = segcal.open_cases(predictions, layout="nnunet", labels=str(truth))
     writer = ScoreWriter(OutputFolder(out, cases, "scores", settings={}), "probs")
     for case in cases:
-        with writer.scores(case) as sink:
-            for chunk in case.chunks(values=500):
-                sink.write(chunk.rows, chunk.logits.log_softmax(1))
+        writer.write(case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=500)))
     for name in ("scan_000", "scan_001"):
         before = np.load(predictions / f"{name}.npz")["probabilities"]
         after = np.load(out / f"{name}.npz")["probabilities"]

@@ -177,9 +177,7 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
     cases = segcal.open_cases(tmp_path, **options)
     case = cases[0]
     writer = ScoreWriter(OutputFolder(tmp_path / "out", cases, "scores", settings={}), "probs")
-    with writer.scores(case) as sink:
-        for chunk in case.chunks(values=300):
-            sink.write(chunk.rows, chunk.logits.log_softmax(1))
+    writer.write(case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=300)))
     written = tmp_path / "out" / "probs" / f"a.{format}"
     assert writer.path(case) == f"probs/a.{format}"
     expected = torch.from_numpy(z).softmax(0).numpy()
@@ -201,8 +199,7 @@ def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):
     case = cases[0]
     for kind, inverse in (("probs", lambda z: torch.from_numpy(z).sigmoid()), ("logits", torch.from_numpy)):
         writer = ScoreWriter(OutputFolder(tmp_path / kind, cases, "scores", settings={}), kind)
-        with writer.scores(case) as sink:
-            sink.write(slice(0, 9), case.logits.log_softmax(1))
+        writer.write(case, [(slice(0, 9), case.logits.log_softmax(1))])
         written = torch.from_numpy(np.load(tmp_path / kind / kind / "case0.npy"))
         assert torch.allclose(written, inverse(logits(0, 1)), atol=1e-5)
 

@@ -78,7 +78,7 @@ def test_input_is_never_output_where_segcal_wrote_it(run, tmp_path, cal):
     (tmp_path / "thrice" / "probs").mkdir(parents=True)
     for path in (tmp_path / "once" / "probs").iterdir():  # links to single files
         (tmp_path / "thrice" / "probs" / path.name).symlink_to(path)
-    refused(run, tmp_path, "is read, too", "apply", cal, "thrice", "-o", "once", "--resume")
+    refused(run, tmp_path, "is also an input", "apply", cal, "thrice", "-o", "once", "--resume")
     run("pack", "ds", "packed")
     refused(run, tmp_path, "which is read", "pack", "packed", "packed", "--resume")
 
@@ -174,8 +174,8 @@ def test_files_that_are_read_are_not_written(run, tmp_path, cal):
     (tmp_path / "link.json").symlink_to(tmp_path / "ds" / "logits" / "case0.npy")
     for name in ("ds/segcal.toml", "ds/labels/case0.npy", "link.json"):
         for option in (("fit", "ds", "-o"), ("evaluate", "ds", "-o"), ("evaluate", "ds", "--csv")):
-            refused(run, tmp_path, "is read, too", *option, name)
-    refused(run, tmp_path, "is read, too", "evaluate", "ds", "--calibrator", cal, "-o", cal)
+            refused(run, tmp_path, "is also an input", *option, name)
+    refused(run, tmp_path, "is also an input", "evaluate", "ds", "--calibrator", cal, "-o", cal)
     refused(run, tmp_path, "two results", "evaluate", "ds", "-o", "x", "--csv", "./x")
 
 

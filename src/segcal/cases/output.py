@@ -1,13 +1,12 @@
-"""Arrays written to a folder: each appears complete or not at all, is read back and compared, and can be resumed."""
+"""Arrays written to a folder: each is complete or absent, is read back and compared, and is kept on resuming."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,22 @@ from segcal.types import Case, Kind
 
 _VERSION = version("segcal")
 _NUMPY: dict[torch.dtype, DTypeLike] = {torch.float16: np.float16, torch.float32: np.float32}
-# What nnU-Net's own tools want beside the npz files; copied as bytes, never opened.
+# Files that nnU-Net's own tools need beside the npz files; they are copied, never opened.
 _NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "predict_from_raw_data_args.json")
-# What the journal says of a finished file.
+# Keys of the journal's record of a finished file.
 _FINISHED = {"file", "source", "parts", "digest"}
 
 
 class OutputFolder(OwnFolder):
-    """Writes arrays into a folder and remembers, in a journal, what each was made from and what it must contain.
+    """Writes arrays into a folder, and records in a journal what each was made from and what it must contain.
 
     Args:
         folder: The folder; it must be new or empty, unless ``resume``.
-        cases: What the outputs are made from: the folder is apart from theirs, and their names are fit for files.
+        cases: The input. The folder must be apart from theirs, and their names must be valid file names.
         holds: What the folder holds, in a few words.
-        settings: What determines the outputs beside the input files; a file made with other settings is made again.
-        resume: Keep the finished files that still read back as they were written.
-        shared: The folder may hold other things, which stay.
+        settings: What determines the outputs besides the input files. Files made with other settings are made again.
+        resume: Keep finished files that still read back as they were written.
+        shared: The folder may hold other files, which are left alone.
     """
 
     def __init__(
@@ -64,20 +63,20 @@ class OutputFolder(OwnFolder):
         self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}
 
     def require_one(self, case: Case) -> None:
-        """Raise if a case is a batch of images: a file holds one, or the channels of one."""
+        """Raise if a case is a batch of images: a file holds one image, or the channels of one."""
         if case.shape[0] > 1 and not self.multilabel:
             raise InputError(
                 f"a batch of {case.shape[0]} images", case=case.id, expected="one image a case", fix="split the batch"
             )
 
     def recorded(self, relative: str) -> bool:
-        """Whether this file was finished once, by this run or an earlier one."""
+        """Whether this run or an earlier one finished this file."""
         return relative in self._finished
 
     def finished(self, relative: str, case: Case) -> bool:
         """Whether this file was made from the case as it is now, with these settings, and still reads back right.
 
-        Of a case that is not read from files nobody knows what it was when the file was made: it is made again.
+        Only cases that are read from files can be compared with what they were; others are written again.
         """
         record = self._finished.get(relative)
         if record is None or not isinstance(case.source, DiskCase) or record["source"] != self._source(case):
@@ -99,11 +98,11 @@ class OutputFolder(OwnFolder):
         key: str = "array",
         geometry: Geometry | None = None,
     ) -> Iterator[VerifiedSink]:
-        """Write one array part by part; when the block ends, it is read back and compared before it counts."""
+        """Write one array part by part. At the end it is read back and compared, then recorded as finished."""
         path = self.folder / relative
         if isinstance(case.source, DiskCase) and path.exists() and any(map(path.samefile, case.source.paths)):
-            raise OutputError("is read, too", where=str(path), case=case.id, fix="choose another folder")
-        self.claim(relative)  # Whatever is there is ours, or this fails.
+            raise OutputError("is also an input", where=str(path), case=case.id, fix="choose another folder")
+        self.claim(relative)  # Raises if the file exists and segcal did not write it.
         with create_array(path, shape, dtype, row_axis=row_axis, key=key, geometry=geometry, replace=True) as sink:
             verified = VerifiedSink(sink)
             yield verified
@@ -134,7 +133,7 @@ class OutputFolder(OwnFolder):
 
 
 class VerifiedSink:
-    """Passes parts on to a sink and remembers their digest."""
+    """Writes parts to a sink and computes their digest."""
 
     def __init__(self, sink: ArraySink) -> None:
         self._sink, self.parts = sink, list[list[list[int]]]()
@@ -153,7 +152,7 @@ class VerifiedSink:
 
 
 class ScoreWriter:
-    """Writes calibrated scores in the format, geometry and layout of the input they were made from."""
+    """Writes calibrated scores in the format, geometry and layout of their input."""
 
     def __init__(self, output: OutputFolder, kind: Kind) -> None:
         self.output, self.kind = output, kind
@@ -165,27 +164,34 @@ class ScoreWriter:
         name = file_name(case.id) + case.source.suffix
         return name if case.source.config.layout == "nnunet" else f"{self.kind}/{name}"
 
-    @contextmanager
-    def scores(self, case: Case, dtype: torch.dtype = torch.float32) -> Iterator[OrientedSink]:
-        """Write the log-probabilities ``(N, C, *spatial)`` of a case, rows at a time, as the declared kind."""
+    def write(self, case: Case, pieces: Iterable[tuple[slice, Tensor]], dtype: torch.dtype = torch.float32) -> None:
+        """Write a case, given as rows and their log-probabilities ``(N, C, rows, ...)``, as scores of this kind."""
         self.output.require_one(case)
-        source, multilabel = case.source, self.output.multilabel
-        shape: tuple[int, ...] = (source.batch if multilabel else source.num_classes, *source.spatial)
-        reverse = squeeze = False
-        key: str = self.kind
-        geometry = None
-        if isinstance(source, DiskCase):
-            stored = source.members[0]
-            shape, reverse, squeeze = stored.file.shape, stored.reverse, stored.squeeze
-            key, geometry = stored.file.key or key, stored.file.geometry
-            if source.config.layout == "nnunet":
-                self._copy_sidecars(source)
+        multilabel = self.output.multilabel
+        disk = case.source if isinstance(case.source, DiskCase) else None
+        stored = disk.members[0] if disk else None
+        batch, classes, *spatial = case.shape
+        shape = stored.file.shape if stored else (batch if multilabel else classes, *spatial)
+        reverse, squeeze = (stored.reverse, stored.squeeze) if stored else (False, False)
         axis = len(shape) - 1 if reverse else 1 + squeeze
+        key, geometry = (stored.file.key or self.kind, stored.file.geometry) if stored else (self.kind, None)
+        if disk and disk.config.layout == "nnunet":
+            self._copy_sidecars(disk)
         with self.output.array(
             self.path(case), shape, _NUMPY[dtype], case=case, row_axis=axis, key=key, geometry=geometry
         ) as sink:
-            disk = source if isinstance(source, DiskCase) else None
-            yield OrientedSink(sink, disk, self.kind, dtype, multilabel, len(shape), axis, reverse, squeeze)
+            for rows, log_probs in pieces:
+                scores = _stored_scores(log_probs, self.kind, dtype, multilabel)
+                if disk and self.kind == "probs" and (outside := disk.exterior(rows)) is not None:
+                    # Padding stays exactly as it was, so that readers of the file recognise it.
+                    scores[:, torch.from_numpy(outside)] = 0
+                    scores[0, torch.from_numpy(outside)] = 0 if multilabel else 1
+                block = scores.cpu().numpy()
+                if reverse:
+                    block = block.transpose(0, *reversed(range(1, block.ndim)))
+                if squeeze:
+                    block = block[:, None]
+                sink.write((*(slice(None),) * axis, rows, *(slice(None),) * (len(shape) - axis - 1)), block)
 
     def _copy_sidecars(self, source: DiskCase) -> None:
         folder = source.files.members[0].parent
@@ -198,44 +204,17 @@ class ScoreWriter:
             self.output.copy(sidecar, sidecar.name)
 
 
-@dataclass(frozen=True)
-class OrientedSink:
-    """Takes log-probabilities ``(N, C, rows, ...)`` and stores them in the kind, channels and axes of the file."""
-
-    sink: VerifiedSink
-    source: DiskCase | None
-    kind: Kind
-    dtype: torch.dtype
-    multilabel: bool
-    rank: int
-    axis: int
-    reverse: bool
-    squeeze: bool
-
-    def write(self, rows: slice, log_probs: Tensor) -> None:
-        """Store some rows; the argmax of every voxel survives the exponential and the rounding."""
-        winner = log_probs.argmax(1)
-        if self.multilabel:
-            lead = log_probs[:, 1] - log_probs[:, 0]
-            scores = (lead.sigmoid() if self.kind == "probs" else lead).to(self.dtype)
-            middle = torch.full_like(scores, 0.5 if self.kind == "probs" else 0.0)
-            above = torch.nextafter(middle, torch.ones_like(middle))
-            scores = torch.where(winner == 1, torch.maximum(scores, above), torch.minimum(scores, middle))
-        else:
-            mapped = log_probs.exp() if self.kind == "probs" else log_probs
-            scores = keep_argmax(mapped.to(self.dtype), winner)[0]
-        if self.source is not None and self.kind == "probs" and (outside := self.source.exterior(rows)) is not None:
-            # Padding stays exactly that, so that whoever reads the file can still tell.
-            scores[:, torch.from_numpy(outside)] = 0
-            scores[0, torch.from_numpy(outside)] = 0 if self.multilabel else 1
-        block = scores.cpu().numpy()
-        if self.reverse:
-            block = block.transpose(0, *reversed(range(1, block.ndim)))
-        if self.squeeze:
-            block = block[:, None]
-        index = [slice(None)] * self.rank
-        index[self.axis] = rows
-        self.sink.write(tuple(index), block)
+def _stored_scores(log_probs: Tensor, kind: Kind, dtype: torch.dtype, multilabel: bool) -> Tensor:
+    """Scores ``(channels, rows, ...)`` of this kind and type. No argmax changes by the exponential or by rounding."""
+    winner = log_probs.argmax(1)
+    if not multilabel:
+        mapped = log_probs.exp() if kind == "probs" else log_probs
+        return keep_argmax(mapped.to(dtype), winner)[0]
+    difference = log_probs[:, 1] - log_probs[:, 0]
+    scores = (difference.sigmoid() if kind == "probs" else difference).to(dtype)
+    middle = torch.full_like(scores, 0.5 if kind == "probs" else 0.0)
+    above = torch.nextafter(middle, torch.ones_like(middle))
+    return torch.where(winner == 1, torch.maximum(scores, above), torch.minimum(scores, middle))
 
 
 def _digest(path: Path, parts: list[list[list[int]]]) -> str:

@@ -1,8 +1,9 @@
-"""Write any dataset in the plain convention: the fast layout by default, any format on request."""
+"""Write any dataset in the plain convention: as npy, the fastest format, or in any other."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,21 +26,21 @@ from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
 
 StoredType = Literal["float16", "float32"]
-# What the folder holds, for whoever wants to go on with it.
+# What the journal of the folder says that it holds; ``resume`` continues only such a folder.
 DATASET = "a dataset"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackReport:
-    """What was written; the mean negative log-likelihood over all valid voxels, of the input and of what is stored."""
+    """What was written, and the mean negative log-likelihood over all valid voxels as read and as stored."""
 
-    cases: int
-    skipped: int
-    bytes: int
-    seconds: float
-    voxels: int
-    nll_input: float
-    nll_stored: float
+    cases: int = 0
+    skipped: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    voxels: int = 0
+    nll_input: float = 0.0
+    nll_stored: float = 0.0
 
 
 def write_dataset(
@@ -68,7 +69,7 @@ def write_dataset(
         raise InputError("no cases to write", where="cases", expected="at least one")
     started = time.perf_counter()
     spacing: dict[str, tuple[float, ...]] = {}
-    total = _Totals()
+    report = PackReport(cases=len(cases))
     label_type = _LabelType.of(cases, format)
     settings = {"dtype": dtype, "format": format, "classes": cases.num_classes, "ignore_index": cases.ignore_index}
     with OutputFolder(Path(folder), cases, DATASET, settings=settings, resume=resume) as output:
@@ -76,50 +77,34 @@ def write_dataset(
             progress(case.id)
             if case.spacing:
                 spacing[case.id] = case.spacing
-            total.cases += 1
             name = f"{file_name(case.id)}.{format}"
             if _finished(output, case, name):
-                total.skipped += 1
+                report.skipped += 1
                 continue
             output.require_one(case)
             labels = label_type.stored(case, cases.num_classes)
             _write_extras(output, case, name)
-            _write_scores(output, case, name, dtype, total, multilabel=output.multilabel)
+            _write_scores(output, case, name, dtype, report, multilabel=output.multilabel)
             array = (labels if output.multilabel else labels[0]).numpy()
             axis = int(output.multilabel)
             _write_whole(output, f"labels/{name}", array, label_type.dtype, case, "labels", row_axis=axis)
         output.text(CONFIG_NAME, _describe(cases, spacing, label_type.ignore_index))
-    size = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
-    voxels = max(total.voxels, 1)
-    return PackReport(
-        total.cases,
-        total.skipped,
-        size,
-        time.perf_counter() - started,
-        total.voxels,
-        total.nll_input / voxels if total.voxels else float("nan"),
-        total.nll_stored / voxels if total.voxels else float("nan"),
-    )
+    report.bytes = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
+    report.seconds = time.perf_counter() - started
+    for name in ("nll_input", "nll_stored"):  # sums until now
+        setattr(report, name, getattr(report, name) / report.voxels if report.voxels else math.nan)
+    return report
 
 
 def _finished(output: OutputFolder, case: Case, name: str) -> bool:
-    """Whether all files of a case are there and as they were written; which they are the journal knows."""
+    """Whether all files of a case are as they were written. The journal knows which optional files there are."""
     needed = [f"{folder}/{name}" for folder in ("logits", "labels")]
     extras = [f"{folder}/{name}" for folder in ("images", "masks", "posteriors")]
     return all(output.finished(file, case) for file in (*needed, *filter(output.recorded, extras)))
 
 
-@dataclass
-class _Totals:
-    cases: int = 0
-    skipped: int = 0
-    voxels: int = 0
-    nll_input: float = 0.0
-    nll_stored: float = 0.0
-
-
 def _write_scores(
-    output: OutputFolder, case: Case, name: str, dtype: StoredType, total: _Totals, *, multilabel: bool
+    output: OutputFolder, case: Case, name: str, dtype: StoredType, report: PackReport, *, multilabel: bool
 ) -> None:
     batch, classes, *spatial = case.shape
     shape = (batch if multilabel else classes, *spatial)
@@ -127,14 +112,14 @@ def _write_scores(
     with output.array(f"logits/{name}", shape, dtype, case=case, row_axis=1, key="logits") as sink:
         for chunk in case.chunks():
             logits = chunk.logits
-            if multilabel:  # Each two-class problem is stored as the one sigmoid logit it has.
-                lead = logits[:, 1] - logits[:, 0]
-                logits = torch.stack((torch.zeros_like(lead), lead), 1)
+            if multilabel:  # Each two-class problem is stored as one sigmoid logit.
+                difference = logits[:, 1] - logits[:, 0]
+                logits = torch.stack((torch.zeros_like(difference), difference), 1)
             stored = round_keeping_argmax(logits, getattr(torch, dtype))
             valid = chunk.valid
-            total.voxels += int(valid.sum())
-            total.nll_input += _nll(logits, chunk.labels, valid)
-            total.nll_stored += _nll(stored, chunk.labels, valid)
+            report.voxels += int(valid.sum())
+            report.nll_input += _nll(logits, chunk.labels, valid)
+            report.nll_stored += _nll(stored, chunk.labels, valid)
             block = stored[:, 1] if multilabel else stored[0]
             sink.write((everything, chunk.rows, *(everything,) * (len(spatial) - 1)), block.numpy())
 
@@ -154,7 +139,7 @@ class _LabelType(NamedTuple):
 
     @classmethod
     def of(cls, cases: CaseSet, format: str) -> _LabelType:
-        """The smallest type that holds all labels; an ignored label that the format cannot hold becomes another."""
+        """The smallest type that holds all labels. An ignored label that the format cannot hold is replaced."""
         widest = np.iinfo(SCORE_FORMATS[format].widest_label)
         ignored, highest = cases.ignore_index, cases.num_classes - 1
         if not widest.min <= ignored <= widest.max:
@@ -167,7 +152,7 @@ class _LabelType(NamedTuple):
         return cls(next(fitting), ignored)
 
     def stored(self, case: Case, num_classes: int) -> Tensor:
-        """The labels of a case as they are stored. Those that no class has may stand where the mask leaves them out."""
+        """The labels of a case as they are stored. Labels of no class are allowed where the mask excludes them."""
         labels, valid = case.labels, case.valid
         unknown = (labels < 0) | (labels >= num_classes)
         if bool((wrong := unknown & valid).any()):
@@ -202,7 +187,7 @@ def _write_whole(
 
 
 def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], ignored: int) -> str:
-    """The ``segcal.toml`` of what was written. JSON's numbers and lists of them are TOML's, too."""
+    """The ``segcal.toml`` of the written dataset. Numbers and lists of them look the same in JSON and TOML."""
     lines = ["# Written by segcal.", 'kind = "logits"', f"ignore_index = {ignored}"]
     if ignored != cases.ignore_index:
         lines[-1] += f"  # {cases.ignore_index} in the data that this was made from, which the format cannot hold"
@@ -221,7 +206,5 @@ def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], ignored: in
     elif spacing:
         lines += ["", "[spacing]", *(f"{toml_text(name)} = {json.dumps(value)}" for name, value in spacing.items())]
     if cases.splits:
-        written = set(cases.ids)  # They may be some of the cases that the splits were declared for.
-        parts = {part: [name for name in ids if name in written] for part, ids in cases.splits.items()}
-        lines += ["", "[splits]", *(f"{part} = {toml_texts(ids)}" for part, ids in parts.items())]
+        lines += ["", "[splits]", *(f"{part} = {toml_texts(ids)}" for part, ids in cases.splits.items())]
     return "\n".join(lines) + "\n"

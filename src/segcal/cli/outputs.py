@@ -21,7 +21,7 @@ def check_files(files: Sequence[Path | None], cases: CaseSet, calibrator: Path |
         if any(os.path.realpath(file) == os.path.realpath(other) for other in asked[:number]):
             raise OutputError("is to hold two results", where=str(file), expected="a file for each of them")
         if file.exists() and (_belongs_to(file, cases) or (calibrator is not None and file.samefile(calibrator))):
-            raise OutputError("is read, too", where=str(file), expected="a file apart from the input")
+            raise OutputError("is also an input", where=str(file), expected="a file apart from the input")
 
 
 def _belongs_to(file: Path, cases: CaseSet) -> bool:

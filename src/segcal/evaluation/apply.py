@@ -1,13 +1,14 @@
-"""``apply``: calibrated probabilities for every case, in the format and geometry of the input."""
+"""``apply``: write calibrated probabilities of every case, in the format and geometry of the input."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet, OutputFolder, ScoreWriter
@@ -19,7 +20,7 @@ from segcal.types import Case
 
 @dataclass
 class ApplyReport:
-    """Cases written and skipped, voxels seen, and labels that changed."""
+    """Numbers of cases written and skipped, of voxels, and of labels that changed."""
 
     written: int = 0
     skipped: int = 0
@@ -37,14 +38,14 @@ def apply(
     resume: bool = False,
     progress: Callable[[str], None] = lambda case: None,
 ) -> ApplyReport:
-    """Write calibrated probabilities, case by case and in chunks; labels are not needed.
+    """Write calibrated probabilities, case by case and in chunks. Labels are not needed.
 
     Args:
         calibrator: A fitted calibrator.
         cases: What to calibrate.
-        folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz`` and its sidecars); apart from the
-            folders of the cases.
-        dtype: float32 or float16; either way the argmax of every voxel is that of the calibrator.
+        folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz`` and its sidecars). It must be apart
+            from the folders of the cases.
+        dtype: float32 or float16; with both, every voxel keeps the argmax of the calibrator.
         confidence: Also write ``confidence/<case>.npy``, the largest probability of every voxel.
         resume: Skip finished outputs that the same calibrator made from the same files, and that read back right.
         progress: Called with the name of each case before it is read.
@@ -56,7 +57,7 @@ def apply(
         0
     """
     check_classes(cases, calibrator)
-    # By what its file would hold: all that shapes what it does.
+    # The digest of its file covers everything that determines its output.
     digest = hashlib.blake2b(calibrator.to_bytes(), digest_size=16).hexdigest()
     settings = {"calibrator": digest, "dtype": str(dtype)}
     report = ApplyReport()
@@ -69,7 +70,7 @@ def apply(
                 report.skipped += 1
                 continue
             try:
-                _write(calibrator, case, writer, dtype, report)
+                writer.write(case, _counted_pieces(calibrator, case, report), dtype)
                 if confidence:
                     _write_confidence(calibrator, case, output, map_path)
             except SegcalError as error:
@@ -79,12 +80,12 @@ def apply(
     return report
 
 
-def _write(calibrator: Calibrator, case: Case, writer: ScoreWriter, dtype: torch.dtype, report: ApplyReport) -> None:
-    with writer.scores(case, dtype) as sink:
-        for rows, log_probs in score_pieces(case, calibrator):
-            report.voxels += log_probs[:, 0].numel()
-            report.flips += int((log_probs.argmax(1) != case.rows("logits", rows).argmax(1)).sum())
-            sink.write(rows, log_probs)
+def _counted_pieces(calibrator: Calibrator, case: Case, report: ApplyReport) -> Iterator[tuple[slice, Tensor]]:
+    """The calibrated pieces of a case; voxels and changed labels are counted on the way."""
+    for rows, log_probs in score_pieces(case, calibrator):
+        report.voxels += log_probs[:, 0].numel()
+        report.flips += int((log_probs.argmax(1) != case.rows("logits", rows).argmax(1)).sum())
+        yield rows, log_probs
 
 
 def _write_confidence(calibrator: Calibrator, case: Case, output: OutputFolder, path: str) -> None:

@@ -156,7 +156,7 @@ def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False)
     """
     for folder in inputs:
         if _same(output, folder):
-            problem = "is read, too"
+            problem = "is also an input"
         elif any(_same(parent, folder) for parent in Path(os.path.realpath(output)).parents):
             problem = f"lies in {folder}, which is read"
         elif not may_hold and any(_same(parent, output) for parent in Path(os.path.realpath(folder)).parents):
