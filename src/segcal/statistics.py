@@ -282,8 +282,7 @@ class VoxelStatistics:
         }
 
     def _zeros(self, atoms: int) -> Tally:
-        class_bins = 0 if self.class_grid is None else len(self.class_grid)
-        return Tally.zeros(atoms, self.num_classes, len(self.top_grid), class_bins)
+        return Tally.zeros(atoms, self.num_classes, self.top_grid, self.class_grid)
 
     def _add(self, other: Tally, layout: Layout) -> None:
         """Add a tally whose slots are the atoms of ``layout``."""

@@ -31,7 +31,7 @@ def example(shape, dtype=torch.float32, scale=6.0, seed=0):
 
 def both(z, y, mask=None, *, classwise=True):
     """By the definition, and by the loops."""
-    voxels = Voxels(z, y, fine_histogram._NO_GRID, None, ignore_index=255, mask=mask)
+    voxels = Voxels(z, y, ignore_index=255, mask=mask)
     definition, fast = (FineHistogram(z.shape[1], classwise=classwise) for _ in range(2))
     definition._add(voxels)
     fast._add_fast(voxels)
@@ -83,11 +83,11 @@ def test_large_inputs_take_the_loops_and_strides_do_not_matter():
 def test_voxels_that_are_unfit_are_named_unless_they_do_not_count(fast, score, label, problem):
     z, y = torch.zeros(1, 3, 50, 70), torch.zeros(1, 50, 70, dtype=torch.int64)
     z[0, 1, 30, 40], y[0, 30, 40] = score, label
-    voxels = Voxels(z, y, fine_histogram._NO_GRID, None)
+    voxels = Voxels(z, y)
     histogram = FineHistogram(3)
     with pytest.raises(InputError, match=rf"{problem} at voxel \(30, 40\)"):
         (histogram._add_fast if fast else histogram._add)(voxels)
-    masked = Voxels(z, y, fine_histogram._NO_GRID, None, mask=(z.sum(1) == 0) & (y == 0))
+    masked = Voxels(z, y, mask=(z.sum(1) == 0) & (y == 0))
     (histogram._add_fast if fast else histogram._add)(masked)
     assert histogram.voxels == 50 * 70 - 1
 

@@ -25,7 +25,7 @@ def kernel(request):
     """Surveys voxels one way or the other."""
 
     def run(logits, labels, ignore_index=None, mask=None):
-        voxels = Voxels(logits, labels, module._NO_GRID, None, ignore_index=ignore_index, mask=mask)
+        voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
         return (module._fast if request.param == "loop" else module._reference)(voxels, np.array(EDGES, np.float32))
 
     return run

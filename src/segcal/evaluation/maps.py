@@ -20,7 +20,7 @@ from segcal.cases.formats import Geometry, open_array
 from segcal.cases.output import OutputFolder
 from segcal.errors import InputError, SegcalError
 from segcal.files.atomic import file_name
-from segcal.kernels import BinGrid, Voxels
+from segcal.kernels import Voxels
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions
 from segcal.types import Case, row_slices
@@ -221,5 +221,5 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
             item, row, *rest = bad.nonzero()[0].tolist()
             voxel = int(np.ravel_multi_index((item, row + rows.start, *rest), tuple(labels.shape)))
             # The error that the kernels raise.
-            raise Voxels(logits, labels.reshape(expected), BinGrid.from_edges(()), None).bad_voxel(voxel)
+            raise Voxels(logits, labels.reshape(expected)).bad_voxel(voxel)
         yield part

@@ -1,17 +1,16 @@
-"""Calibrated log-probabilities of large CPU inputs, by one read of the logits and one write; numba, as ``cpu`` says.
+"""Calibrated log-probabilities of large CPU inputs, from one read of the logits and one write; numba, see ``cpu``.
 
-A block of voxels is small enough to stay in the core's cache; largest score, exp, log and what decides ties are loops
-over its voxels with unit stride. float16 and bfloat16 are converted piece by piece, and rounded once at the end.
+A block of voxels is small enough to stay in the core's cache. Largest score, exp, log and the treatment of ties are
+loops over its voxels with unit stride. float16 and bfloat16 are converted piece by piece, and rounded once at the end.
 
-What must keep the argmax does so exactly: whatever would reach the winner's value in the type of the output gets the
-next smaller number of that type instead, as ``segcal.scores.keep_argmax`` has it. A voxel with a NaN, with +inf or
-without any possible class has no softmax, and gets NaN for every class.
+Maps that must keep the argmax do so exactly: scores that would reach the winner's value in the output type get the next
+smaller number of that type instead, as in ``segcal.scores.keep_argmax``. A voxel with a NaN, with +inf or without any
+possible class has no softmax, and gets NaN for every class.
 
-Values err by at most 5e-7 (temperature) or 1e-6 (experts) of 1 + the voxel's largest |log-probability|, before they are
-rounded to a smaller type. The winner's are relatively precise, to 3e-7, however sure the voxel is.
+The error of a value is at most 5e-7 (temperature) or 1e-6 (experts) of 1 + the voxel's largest |log-probability|,
+before rounding to a smaller type. The winner's value has a relative error of at most 3e-7, however confident it is.
 
-Threads take pieces of 2^15 voxels in turn, of large batches 2^17. Which of them writes a voxel does not matter to its
-bits.
+Threads take pieces of 2^15 voxels in turn, or 2^17 in large batches. A voxel's bits do not depend on the thread.
 """
 
 from __future__ import annotations
@@ -23,23 +22,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels import apply_loops, binned_loops, expert_loops, vector_loops
+from segcal.kernels import binned_loops, expert_loops, vector_loops
+from segcal.kernels.apply_loops import Block, temperature_range
 from segcal.kernels.expert_cpu import pack
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
 from segcal.kernels.pool import in_threads
+from segcal.kernels.scratch import new_block
 from segcal.kernels.vector_loops import Vector
 from segcal.kernels.voxels import PIECE_VOXELS
 
-# Scores in a block: while one is worked on, memory is asked for the next, and both shall be in the second cache.
+# Scores in a block. The block after it is prefetched, and both must fit the second-level cache.
 _SCORES = 10240
-# Voxels in a piece of large batches, which need not be divided so finely: every piece costs a call.
+# Voxels in a piece of large batches, where fewer pieces suffice: each costs a call.
 _LONG_PIECE = 2**17
-# Maps columns start..stop of a matrix (C, V) to another matrix, from a column on.
-Loop = Callable[[NDArray[Any], int, int, NDArray[Any], int], None]
+# ``loop(x, start, stop, parameters, rounding, scratch, out, to)`` maps columns start..stop of ``x (C, V)`` and writes
+# them to a matrix ``out``, from column ``to`` on.
+Loop = Callable[..., None]
 
 
 def apply_temperature(logits: Tensor, beta: float, threads: int | None = None) -> Tensor:
@@ -49,15 +50,7 @@ def apply_temperature(logits: Tensor, beta: float, threads: int | None = None) -
         >>> apply_temperature(torch.tensor([[2.0, 0.0]]), 0.5).exp()
         tensor([[0.7311, 0.2689]])
     """
-    classes = logits.shape[1]
-
-    def new_loop(rounding: int) -> Loop:
-        block = apply_loops.new_block(classes, block_size(classes, _SCORES))
-        return lambda x, start, stop, out, to: apply_loops.temperature_range(
-            x, start, stop, np.float32(beta), rounding, block, out, to
-        )
-
-    return _map(logits, new_loop, threads)
+    return _map(logits, temperature_range, np.float32(beta), threads)
 
 
 def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads: int | None = None) -> Tensor:
@@ -70,29 +63,13 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
     """
     classes = logits.shape[1]
     if expert_map.features == "own-logit":
-        return _apply_vector(logits, Vector.of(expert_map, classes), keep, threads)
+        return _map(logits, vector_loops.apply_range, (Vector.of(expert_map, classes), keep), threads)
     experts = pack(expert_map, classes)
 
-    def new_loop(rounding: int) -> Loop:
-        size = block_size(classes, _SCORES)
-        block, scratch = apply_loops.new_block(classes, size), expert_loops.new_scratch(classes, experts, size)
-        return lambda x, start, stop, out, to: expert_loops.apply_range(
-            x, start, stop, experts, keep, rounding, block, scratch, out, to
-        )
+    def scratch(size: int) -> Any:
+        return expert_loops.new_scratch(classes, experts, size)
 
-    return _map(logits, new_loop, threads)
-
-
-def _apply_vector(logits: Tensor, vector: Vector, keep: bool, threads: int | None) -> Tensor:
-    classes, size = logits.shape[1], block_size(logits.shape[1], _SCORES)
-
-    def new_loop(rounding: int) -> Loop:
-        block, kept = apply_loops.new_block(classes, size), np.zeros(size, np.int32)
-        return lambda x, start, stop, out, to: vector_loops.apply_range(
-            x, start, stop, vector, keep, rounding, block, kept, out, to
-        )
-
-    return _map(logits, new_loop, threads)
+    return _map(logits, expert_loops.apply_range, (experts, keep), threads, scratch)
 
 
 def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor, threads: int | None = None) -> Tensor:
@@ -106,20 +83,12 @@ def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor, threads: int | N
         >>> apply_knots(torch.tensor([[2.0, 0.0]]), centres, centres).exp()
         tensor([[0.8808, 0.1192]])
     """
-    classes, size = logits.shape[1], block_size(logits.shape[1], _SCORES)
-    at, values = (np.ascontiguousarray(array.float().cpu().numpy()) for array in (centres, knots))
-
-    def new_loop(rounding: int) -> Loop:
-        block, place = apply_loops.new_block(classes, size), np.zeros(size, np.int32)
-        return lambda x, start, stop, out, to: binned_loops.isotonic_range(
-            x, start, stop, at, values, rounding, block, place, out, to
-        )
-
-    return _map(logits, new_loop, threads)
+    curve = tuple(np.ascontiguousarray(array.float().cpu().numpy()) for array in (centres, knots))
+    return _map(logits, binned_loops.isotonic_range, curve, threads)
 
 
 def apply_bins(logits: Tensor, edges: Tensor, values: Tensor, threads: int | None = None) -> Tensor:
-    """Log-probabilities whose scores are ``values (C, bins)`` of the bin that log S(z) is in, by class.
+    """Log-probabilities from scores: the ``values (C, bins)`` of the bin that log S(z) is in, by class.
 
     Bins are ``(lo, hi]``, their inner ``edges (C, bins - 1)`` in log p.
 
@@ -133,21 +102,16 @@ def apply_bins(logits: Tensor, edges: Tensor, values: Tensor, threads: int | Non
     limits = np.full((classes, 2**steps - 1), np.inf, np.float32)
     limits[:, : bins - 1] = edges.float().cpu().numpy()
     scores = np.ascontiguousarray(values.float().cpu().numpy())
-
-    def new_loop(rounding: int) -> Loop:
-        block = apply_loops.new_block(classes, block_size(classes, _SCORES))
-        return lambda x, start, stop, out, to: binned_loops.histogram_range(
-            x, start, stop, steps, limits, scores, rounding, block, out, to
-        )
-
-    return _map(logits, new_loop, threads)
+    return _map(logits, binned_loops.histogram_range, (steps, limits, scores), threads)
 
 
-def _map(logits: Tensor, new_loop: Callable[[int], Loop], threads: int | None) -> Tensor:
-    """Take all pieces through a loop, each thread with its own, into a new tensor."""
+def _map(
+    logits: Tensor, loop: Loop, parameters: Any, threads: int | None, new_scratch: Callable[[int], Any] | None = None
+) -> Tensor:
+    """Take all pieces through a loop into a new tensor. Each thread has its own scratch memory for a block."""
     voxels = as_voxels(logits)
     classes, per_image = logits.shape[1], math.prod(logits.shape[2:])
-    # numpy asks for huge pages, which halves the time that large results take to allocate.
+    # numpy asks for huge pages, which halves the time it takes to allocate a large result.
     wide = logits.dtype == torch.float32
     out = (
         torch.from_numpy(np.empty(logits.shape, np.float32)) if wide else torch.empty(logits.shape, dtype=logits.dtype)
@@ -157,20 +121,21 @@ def _map(logits: Tensor, new_loop: Callable[[int], Loop], threads: int | None) -
     piece_size = _LONG_PIECE if many else PIECE_VOXELS
 
     def work(turn: int) -> None:
-        loop = new_loop(FLOATS.index(out.dtype))
+        size, rounding = block_size(classes, _SCORES), FLOATS.index(out.dtype)
+        scratch = new_block(Block, classes, size) if new_scratch is None else new_scratch(size)
         for piece in itertools.islice(voxels.pieces(piece_size), turn, None, count):
             x, columns = matrix(voxels, piece)
-            size = columns.stop - columns.start
+            size, source = columns.stop - columns.start, (x, columns.start, columns.stop, parameters, rounding, scratch)
             if isinstance(piece.images, int):
                 rows, first = out[piece.images].view(classes, -1), piece.offset - piece.images * per_image
                 if out.dtype == torch.float32:
-                    loop(x, columns.start, columns.stop, rows.numpy(), first)
+                    loop(*source, rows.numpy(), first)
                     continue
                 place = rows[:, first : first + size]
             else:
                 place = out[piece.images].movedim(1, 0)
             mapped = torch.empty(classes, size)
-            loop(x, columns.start, columns.stop, mapped.numpy(), 0)
+            loop(*source, mapped.numpy(), 0)
             place.copy_(mapped.view(place.shape))
 
     in_threads(work, count)

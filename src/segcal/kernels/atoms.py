@@ -41,13 +41,9 @@ def add_distances(result: Tally, distance: Tensor, voxels: Voxels) -> None:
     """Sum and number of finite distances, and number of all, per slot; on the CPU, where sums have a fixed order."""
     size = len(result.distance)
     for piece in voxels.pieces():
-        values, labels = voxels.flat(distance, piece).cpu().double(), voxels.flat(voxels.labels, piece).cpu()
-        keep = torch.ones_like(labels, dtype=torch.bool)
-        if voxels.ignore_index is not None:
-            keep &= labels != voxels.ignore_index
-        if voxels.mask is not None:
-            keep &= voxels.flat(voxels.mask, piece).cpu()
-        slots = torch.zeros_like(labels) if voxels.slots is None else voxels.flat(voxels.slots, piece).cpu().long()
+        values, keep = voxels.flat(distance, piece).cpu().double(), voxels.valid(piece).cpu()
+        slots = torch.zeros_like(keep) if voxels.slots is None else voxels.flat(voxels.slots, piece).cpu()
+        slots = slots.long()
         finite = keep & torch.isfinite(values)
         result.distance[:, 0] += torch.bincount(slots[finite], weights=values[finite], minlength=size).numpy()
         result.distance[:, 1] += torch.bincount(slots[finite], minlength=size).numpy()

@@ -1,4 +1,4 @@
-"""How loops are compiled, and exp and log that the compiler can vectorise; how precise they are, ``cpu`` says."""
+"""How loops are compiled, and an exp and a log that the compiler can vectorise; ``cpu`` states their precision."""
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
 # (numba infers the types of compiled functions itself)
@@ -15,49 +15,53 @@ import numpy as np
 
 from segcal import scores
 
-# What compiled code depends on. Numba looks at a function's own file alone, and would keep code that has the loops and
-# constants of other files as they once were.
+# All files that compiled code depends on. Numba only checks a function's own file, and would reuse cached code after
+# loops or constants of another file have changed.
 _SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(scores.__file__))
 _STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES if path.exists())).hexdigest()
 
 
 def _compiled(*fastmath: str) -> Any:
-    # With numpy's error model a division does not branch on zero, which would keep loops from being vectorised.
+    # With numpy's error model a division has no branch for zero, which would prevent vectorised loops.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
 
     def decorate(function: Any) -> Any:
         try:
             compiled = numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # no folder to keep the compiled code in: compile anew in every process
+        except RuntimeError:  # no folder to cache compiled code in: every process compiles again
             return numba.njit(**options)(function)
-        kept = getattr(getattr(compiled, "_cache", None), "_cache_file", None)  # none with NUMBA_DISABLE_JIT
-        if kept is not None:
-            kept._source_stamp = _STAMP
+        cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)  # None with NUMBA_DISABLE_JIT
+        if cache_file is not None:
+            cache_file._source_stamp = _STAMP
         return compiled
 
     return decorate
 
 
-# No reassociation here: it would undo the two-step range reduction and the rounding trick of exp.
+# No reassociation: it would undo the two-step range reduction and the rounding trick of exp.
 elementwise = _compiled("contract")
-# Sums over a block may be split into vector lanes, which is also the more accurate order.
+# Sums over a block may be split into vector lanes, which is also more accurate.
 reduction = _compiled("contract", "reassoc", "nsz")
 inlined = numba.njit(inline="always")
+
+ZERO, ONE, MINUS_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
+#: Classes this far below the best are impossible.
+DEEP = np.float32(scores.DEPTH)
+Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 _LOG2E = np.float32(1 / math.log(2))
 _LN2_HIGH = np.float32(0.693145751953125)  # exact in 14 bits, so n * _LN2_HIGH is exact
 _LN2_LOW = np.float32(math.log(2) - 0.693145751953125)
 _ROUND = np.float32(1.5 * 2**23)  # adding this leaves the nearest integer in the low bits of the mantissa
-SMALLEST = np.float32(-87.0)  # exp(-87) = 1.6e-38 is the last normal number; below, exp stays there
+SMALLEST = np.float32(-87.0)  # exp(-87) = 1.6e-38 is the smallest normal number; below -87, exp is constant
 # Minimax coefficients of exp(r) = 1 + r + r^2 (c2 + ...) on [-ln 2 / 2, ln 2 / 2].
 _C2, _C3, _C4 = np.float32(0.49999993444134244), np.float32(0.16666520268703539), np.float32(0.041668384075685905)
 _C5, _C6 = np.float32(0.00836875833600612), np.float32(0.001381510372868473)
-_ONE, _ZERO = np.float32(1), np.float32(0)
 _EXPONENT_ONE, _EXPONENT_SHIFT = np.int32(0x3F800000), np.int32(23)
 _ROOT_HALF_BITS, _MANTISSA_BITS = np.int64(0x3FE6A09E667F3BCD), np.int64(52)
 _LN2 = math.log(2)
-# The same for float64: exp(-708) is the last normal number, n * _LN2_HIGH_64 is exact for n down to -1022, and what the
-# series leaves out after r^13 / 13! is 4e-18 of exp(r).
+# The same for float64: exp(-708) is the smallest normal number, n * _LN2_HIGH_64 is exact for n down to -1022, and the
+# series up to r^13 / 13! is within 4e-18 of exp(r).
 _SMALLEST_64, _ROUND_64 = -708.0, 1.5 * 2**52
 _LN2_HIGH_64, _LN2_LOW_64 = float.fromhex("0x1.62e42fefa0000p-1"), float.fromhex("0x1.cf79abc9e3b39p-40")
 _SERIES = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
@@ -76,15 +80,15 @@ def exp(x):
     p = _C4 + r * p
     p = _C3 + r * p
     p = _C2 + r * p
-    p = _ONE + r * p
-    p = _ONE + r * p
+    p = ONE + r * p
+    p = ONE + r * p
     scale = np.int32((shifted.view(np.int32) << _EXPONENT_SHIFT) + _EXPONENT_ONE)
     return p * scale.view(np.float32)
 
 
 @inlined
 def exp64(x):
-    """exp of a float64 in [-inf, 0], to its last digits; NaN stays NaN."""
+    """exp of a float64 in [-inf, 0], precise to its last digits; NaN stays NaN."""
     x = _SMALLEST_64 if x < _SMALLEST_64 else x
     shifted = x * (1 / _LN2) + _ROUND_64
     n = shifted - _ROUND_64

@@ -18,19 +18,16 @@ used from several threads and in forked workers. Work is dealt out in fixed turn
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from segcal.kernels.cpu_loops import new_block, tally_range
-from segcal.kernels.pool import in_threads
+from segcal.kernels.cpu_loops import Given, Rules, new_tally_block, tally_range
+from segcal.kernels.pieces_cpu import flat, ignored_label, sweep, workers
 from segcal.kernels.tally import Tally
-from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
+from segcal.kernels.voxels import Piece, Voxels
 
 
 def _complete(out: Tally) -> None:
@@ -45,71 +42,57 @@ def _complete(out: Tally) -> None:
 
 def tally(voxels: Voxels, threads: int) -> Tally:
     """All statistics of float32 (or narrower) logits on the CPU; see ``segcal.kernels.tally``."""
-    classes = voxels.logits.shape[1]
     if voxels.score_map is not None and not voxels.score_map.suits(voxels.logits):
         mapped = voxels.score_map(voxels.logits.detach().float())
         voxels = dataclasses.replace(voxels, logits=mapped, score_map=None, uncalibrated=voxels.logits.argmax(1))
-    top, by_class = voxels.top_grid, voxels.class_grid
-    within, class_grid = np.zeros(1, np.uint16), (np.ones(1), np.zeros(1, np.uint16))
-    if by_class is not None:
-        within, class_grid = _narrow(top.within(by_class)), (by_class.upper, _narrow(by_class.first))
-    grids = (top.upper, _narrow(top.first), within), class_grid
-    mapping = _mapping(voxels)
-    ignored = np.iinfo(np.int64).min if voxels.ignore_index is None else voxels.ignore_index
-    workers = max(1, min(threads, math.ceil(voxels.labels.numel() / PIECE_VOXELS)))
+    classes, rules = voxels.logits.shape[1], _rules(voxels)
 
-    def work(turn: int) -> tuple[Tally, int]:
-        out = Tally.zeros(voxels.num_slots, classes, len(top), 0 if by_class is None else len(by_class))
-        block = new_block(classes)
-        for piece in itertools.islice(voxels.pieces(), turn, None, workers):
-            scores, columns = voxels.scores(piece)
-            if scores.dtype != torch.float32 or not scores.is_contiguous():
-                scores, columns = scores[:, columns].float().contiguous(), slice(0, columns.stop - columns.start)
-            bad = tally_range(
-                scores.numpy(), columns.start, columns.stop,
-                _flat(voxels, voxels.labels, piece, np.int64), ignored,
-                _flat(voxels, voxels.mask, piece, np.bool_),
-                _flat(voxels, voxels.slots, piece, np.uint8),
-                _flat(voxels, voxels.uncalibrated, piece, np.int64),
-                mapping, *grids, voxels.energy_shift, block, out,
-            )  # fmt: skip
-            if bad >= 0:
-                return out, piece.offset + bad
-        return out, -1
+    def new_state(turn: int) -> tuple[Any, Tally]:
+        return new_tally_block(classes), Tally.zeros(voxels.num_slots, classes, voxels.top_grid, voxels.class_grid)
 
-    results = in_threads(work, workers)
-    bad = [flat for _, flat in results if flat >= 0]
-    if bad:
-        raise voxels.bad_voxel(min(bad))
-    total = results[0][0]
-    for part, _ in results[1:]:
+    def add(state: tuple[Any, Tally], piece: Piece, x: NDArray[Any], columns: slice) -> int:
+        given = Given(
+            flat(voxels, voxels.labels, piece, np.int64),
+            flat(voxels, voxels.mask, piece, np.bool_),
+            flat(voxels, voxels.slots, piece, np.uint8),
+            flat(voxels, voxels.uncalibrated, piece, np.int64),
+        )
+        bad: int = tally_range(x, columns.start, columns.stop, given, rules, *state)
+        return bad
+
+    (_, total), *others = sweep(voxels, workers(voxels, threads), new_state, add)
+    for _, part in others:
         total.add(part)
     _complete(total)
     return total
 
 
+def _rules(voxels: Voxels) -> Rules:
+    score_map, classes = voxels.score_map, voxels.logits.shape[1]
+    top, by_class = voxels.top_grid, voxels.class_grid
+    weight, bias, beta = torch.zeros(0, 0), torch.zeros(0), 1.0
+    if score_map is not None and score_map.is_scale:
+        beta = float(score_map.weight)  # multiplies z - max(z), which rounds less than beta z would
+    elif score_map is not None:
+        score_map.check_classes(classes)
+        weight = score_map.weight.detach().float().cpu()
+        weight = weight if weight.ndim == 2 else weight.expand(classes)[:, None]
+        bias = torch.zeros(classes) if score_map.bias is None else score_map.bias.detach().float().cpu()
+    return Rules(
+        ignored=ignored_label(voxels),
+        compare=voxels.compares,
+        beta=np.float32(beta),
+        weight=weight.contiguous().numpy(),
+        bias=bias.contiguous().numpy(),
+        shift=voxels.energy_shift,
+        upper=top.upper,
+        first=_narrow(top.first),
+        within=np.zeros(1, np.uint16) if by_class is None else _narrow(top.within(by_class)),
+        class_upper=np.ones(1) if by_class is None else by_class.upper,
+        class_first=np.zeros(1, np.uint16) if by_class is None else _narrow(by_class.first),
+    )
+
+
 def _narrow(bins: NDArray[Any]) -> NDArray[Any]:
     """The same table of bins in fewer bytes, which leaves more of the cache to the histograms."""
     return bins.astype(np.uint16 if bins.max() < 2**16 else np.int64)
-
-
-def _flat(voxels: Voxels, tensor: Tensor | None, piece: Piece, dtype: type[np.generic]) -> NDArray[Any]:
-    if tensor is None:
-        return np.empty(0, dtype)
-    return np.ascontiguousarray(voxels.flat(tensor, piece).numpy(), dtype)
-
-
-def _mapping(voxels: Voxels) -> tuple[bool, np.float32, NDArray[np.float32], NDArray[np.float32]]:
-    """(compare, beta, weight, bias), with weight (C, C), (C, 1) if diagonal, or (0, 0) if there is only beta.
-
-    A bare temperature multiplies z - max(z), which rounds less than z itself would.
-    """
-    score_map, classes = voxels.score_map, voxels.logits.shape[1]
-    if score_map is None or score_map.is_scale:
-        beta = np.float32(1 if score_map is None else float(score_map.weight))
-        return voxels.compares, beta, np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
-    score_map.check_classes(classes)
-    weight = score_map.weight.detach().float().cpu()
-    weight = weight if weight.ndim == 2 else weight.expand(classes)[:, None]
-    bias = torch.zeros(classes) if score_map.bias is None else score_map.bias.detach().float().cpu()
-    return True, np.float32(1), weight.contiguous().numpy(), bias.contiguous().numpy()

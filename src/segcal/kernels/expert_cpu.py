@@ -19,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels import apply_loops, gradient_loops, vector_loops
 from segcal.kernels import expert_loops as loops
+from segcal.kernels import gradient_loops, vector_loops
+from segcal.kernels.apply_loops import Block
 from segcal.kernels.experts import ExpertMap, Features
-from segcal.kernels.pieces_cpu import as_voxels, block_size, matrix, workers
+from segcal.kernels.pieces_cpu import as_voxels, block_size, flat, matrix, workers
 from segcal.kernels.pool import in_threads
-from segcal.kernels.vector_loops import Vector, new_scratch
+from segcal.kernels.scratch import new_block
+from segcal.kernels.vector_loops import Vector
 
 FloatArray = NDArray[np.float64]
 
@@ -34,7 +36,8 @@ _CODES: dict[Features, int] = {
     "log-probs": loops.LOG_PROBS,
     "gaps": loops.GAPS,
 }
-# Sums are kept apart in as many parts as fit 64 MB and added in the end: how many threads there are does not matter.
+# Pieces are summed up in this many parts (fewer if these would take more numbers, 64 MB), which are added up in order:
+# the result does not depend on the number of threads.
 _PARTS, _NUMBERS = 8, 2**23
 
 
@@ -102,19 +105,17 @@ def expert_gradient(
     threads = min(workers(voxels, threads), parts)
 
     def work(turn: int) -> list[tuple[FloatArray, FloatArray]]:
-        block = apply_loops.new_block(classes, size)
-        scratch = new_scratch(size) if isinstance(experts, Vector) else loops.new_scratch(classes, experts, size)
+        vector = isinstance(experts, Vector)
+        scratch = new_block(Block, classes, size) if vector else loops.new_scratch(classes, experts, size)
         sums = []
         for part in range(turn, parts, threads):
             nll, total = np.zeros(shape[0]), np.zeros(shape)
             for piece in itertools.islice(voxels.pieces(), part, None, parts):
                 x, columns = matrix(voxels, piece)
-                counted = voxels.flat(valid, piece).numpy()
+                counted = flat(voxels, valid, piece, np.bool_)
                 loop(
-                    x, columns.start, columns.stop,
-                    np.ascontiguousarray(voxels.flat(labels, piece).numpy(), np.int64),
-                    np.zeros(0, np.bool_) if counted.all() else np.ascontiguousarray(counted, np.bool_),
-                    experts, block, scratch, nll, total,
+                    x, columns.start, columns.stop, flat(voxels, labels, piece, np.int64),
+                    counted[:0] if counted.all() else counted, experts, scratch, nll, total,
                 )  # fmt: skip
             sums.append((nll, total))
         return sums

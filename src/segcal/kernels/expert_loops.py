@@ -1,7 +1,7 @@
-"""Compiled loops of the expert maps; ``segcal.kernels.expert_cpu`` says how they work together.
+"""Compiled loops of the expert maps; ``segcal.kernels.expert_cpu`` explains how they work together.
 
-A block's voxels are described in place. Where neighbours have different experts they are ordered by expert to be
-mapped: columns ``i`` are voxels ``voxel[i]``.
+The features of a block's voxels are computed in place. Where neighbours have different experts, the voxels are then
+ordered by expert: column ``i`` is voxel ``voxel[i]``.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from segcal.kernels.apply_loops import largest, write_log_softmax, zeros
-from segcal.kernels.compiled import elementwise, exp, inlined, log1p
+from segcal.kernels.apply_loops import Block, write_log_softmax
+from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, exp, inlined, log1p
 from segcal.kernels.experts import IMPOSSIBLE
+from segcal.kernels.scratch import INDEX, new_block, zeros
+from segcal.kernels.softmax_loops import argmax
 from segcal.kernels.tiles import ROWS, TILE, exchange_rows, fetch, fetch_to_write, multiply_tall_tile, multiply_tile
-from segcal.scores import DEPTH, GAUGE
+from segcal.scores import GAUGE
 
 MARGINS, LOGITS, LOG_PROBS, GAPS = 0, 1, 2, 3
 
-_MIXED = 3  # so many times more tiles take longer than ordering voxels
-_SORTED = 128  # voxels sorted at a time: 19 rows of int64 fill 19 kB
-_ZERO, _ONE, _IMPOSSIBLE, _NEVER = np.float32(0), np.float32(1), np.float32(IMPOSSIBLE), np.float32(-np.inf)
-_DEPTH, _GAUGE = np.float32(DEPTH), np.float32(GAUGE)
+_MIXED = 3  # with this many times the least number of tiles, ordering the voxels by expert is faster
+_SORTED = 128  # voxels sorted at a time: 19 rows of int64 take 19 kB
+_IMPOSSIBLE, _GAUGE = np.float32(IMPOSSIBLE), np.float32(GAUGE)
 _MAGNITUDE, _LOW = np.int32(0x7FFFFFFF), np.int64(0xFFFFFFFF)
-_Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 
 class Experts(NamedTuple):
@@ -39,56 +39,50 @@ class Experts(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What is kept of a block besides ``apply_loops.Block``. Matrices have a tile to spare."""
+    """Scratch memory for one block besides ``apply_loops.Block``. Matrices have a tile to spare."""
 
-    winner: Any  # (B,), the first of the largest logits
     keys: Any  # (C, _SORTED) int64
     order: Any  # (C, B), the classes in falling order
     x: Any  # (J, B), features, and ones in the last row
     u: Any  # (K, B), what the experts return
-    run: Any  # (B + 1,), the first voxel of each run of one winner
-    voxel: Any  # (B,)
-    first: Any  # (E + 1,), the first column of each expert
     own_x: Any  # as x and u, by column
     own_u: Any
-    own_winner: Any  # (B,), by column
-    target: Any  # (B,), the label's place among the scores
-    own_target: Any  # (B,), by column
-    losses: Any  # (B,) float64, by column
+    run: Any  # (B + 1,), the first voxel of each run of one winner
+    first: Any  # (E + 1,), the first column of each expert
+    winner: Any = INDEX  # the first of the largest logits
+    voxel: Any = INDEX
+    own_winner: Any = INDEX  # by column
+    own_target: Any = INDEX  # by column
 
 
-def new_scratch(classes: int, experts: Experts, size: int) -> Scratch:
+def new_scratch(classes: int, experts: Experts, size: int) -> tuple[Block, Scratch]:
     """Scratch memory for one thread. Tiles may reach beyond the last voxel."""
     count, outputs, inputs = experts.weight.shape
     ranks, wide = classes if experts.features == GAPS else 0, size + TILE
-
-    def index() -> Any:
-        return zeros(size, dtype=torch.int32)
-
     x, own_x = zeros(padded(inputs), wide), zeros(padded(inputs), wide)
     x[inputs - 1] = own_x[inputs - 1] = 1
-    return Scratch(
-        winner=index(), keys=zeros(ranks, _SORTED, dtype=torch.int64), order=zeros(ranks, wide, dtype=torch.int32),
-        x=x, u=zeros(outputs, wide), run=np.zeros(size + 1, np.int64), voxel=index(),
-        first=np.zeros(count + 1, np.int64), own_x=own_x, own_u=zeros(outputs, wide), own_winner=index(),
-        target=index(), own_target=index(), losses=zeros(size, dtype=torch.float64),
+    scratch = new_block(
+        Scratch, classes, size, x=x, own_x=own_x, u=zeros(outputs, wide), own_u=zeros(outputs, wide),
+        keys=zeros(ranks, _SORTED, dtype=torch.int64), order=zeros(ranks, wide, dtype=torch.int32),
+        run=np.zeros(size + 1, np.int64), first=np.zeros(count + 1, np.int64),
     )  # fmt: skip
+    return new_block(Block, classes, size), scratch
 
 
 def padded(rows: int) -> int:
-    """So many rows that tiles fit."""
+    """The number of rows rounded up to whole tiles."""
     return -(-rows // ROWS) * ROWS
 
 
 @elementwise
 def _margins(z, start, size, best, x):
-    """Rows ``best - z``; an impossible class is as far below as one can be. Returns whether there are any."""
+    """Rows ``best - z``, ``IMPOSSIBLE`` for impossible classes. Returns whether there are any."""
     found = False
     for k in range(z.shape[0]):
         row, target = z[k, start : start + size], x[k]
         for v in range(size):
             margin = best[v] - row[v]
-            never = margin > _DEPTH
+            never = margin > DEEP
             found |= never
             target[v] = _IMPOSSIBLE if never else margin
     return found
@@ -96,25 +90,25 @@ def _margins(z, start, size, best, x):
 
 @elementwise
 def _common(features, best, size, margins, rest, target):
-    """What all inputs have in common: the best logit, within limits, or the best log-probability."""
+    """The level that all features of a voxel share: the best logit, within ``GAUGE``, or the best log-probability."""
     if features == LOGITS:
         for v in range(size):
             target[v] = min(max(best[v], -_GAUGE), _GAUGE)
         return
     for v in range(size):
-        rest[v] = -_ONE
+        rest[v] = -ONE
     for k in range(margins.shape[0]):
         row = margins[k]
         for v in range(size):
             rest[v] += exp(-row[v])
     for v in range(size):
-        rest[v] = _ZERO if rest[v] < _ZERO else rest[v]
+        rest[v] = ZERO if rest[v] < ZERO else rest[v]
         target[v] = np.float32(-log1p(np.float64(rest[v])))
 
 
 @elementwise
 def _gaps(z, start, size, best, pairs, keys, higher, order, x):
-    """Rows of differences between neighbours in falling order, and their classes; of equal ones the lower comes first.
+    """Rows of differences between neighbours in falling order, and their classes; ties go to the lower class first.
 
     A key holds the score's bits, changed so that integers have the same order, and below them the class. ``higher
     (B,)`` is scratch memory. Returns whether there is an impossible class, which comes last.
@@ -126,10 +120,10 @@ def _gaps(z, start, size, best, pairs, keys, higher, order, x):
         for k in range(classes):
             row, key, last = z[k, start + begin : start + begin + part], keys[k], np.int64(classes - 1 - k)
             for v in range(part):
-                never = top[v] - row[v] > _DEPTH
+                never = top[v] - row[v] > DEEP
                 found |= never
-                value = _NEVER if never else row[v]
-                bits = np.float32(value + _ZERO).view(np.int32)  # + 0 makes 0 of -0
+                value = MINUS_INF if never else row[v]
+                bits = np.float32(value + ZERO).view(np.int32)  # + 0 makes 0 of -0
                 bits = bits ^ ((bits >> 31) & _MAGNITUDE)
                 key[v] = (np.int64(bits) << 32) | last
         for n in range(pairs.shape[0]):
@@ -141,8 +135,8 @@ def _gaps(z, start, size, best, pairs, keys, higher, order, x):
             for v in range(part):
                 bits = np.int32(key[v] >> 32)
                 value = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE)).view(np.float32)
-                left = max(_IMPOSSIBLE - (top[v] - higher[v]), _ZERO)  # to where an impossible class enters
-                gap[v] = left if value == _NEVER else higher[v] - value  # at first in the place of the next one
+                left = max(_IMPOSSIBLE - (top[v] - higher[v]), ZERO)  # to where an impossible class enters
+                gap[v] = left if value == MINUS_INF else higher[v] - value  # the second row overwrites the first's
                 higher[v] = value
                 index[v] = np.int32(classes - 1 - (key[v] & _LOW))
     return found
@@ -165,7 +159,7 @@ def describe(z, start, size, best, experts, s, rest):
 
 @elementwise
 def group(s, valid, size):
-    """Order the voxels that count by expert, ``valid`` ones or, if that is empty, all. Returns how many there are."""
+    """Order the ``valid`` voxels (all, if that is empty) by expert. Returns how many there are."""
     first, voxel, winner = s.first, s.voxel, s.winner
     experts = first.shape[0] - 1
     every = valid.shape[0] == 0
@@ -192,7 +186,7 @@ def gather(source, voxel, size, target):
     for j in range(source.shape[0]):
         row, columns = source[j], target[j]
         for i in range(size):
-            columns[i] = row[_Index(voxel[i])]
+            columns[i] = row[Index(voxel[i])]
 
 
 @inlined
@@ -209,7 +203,7 @@ def _multiply_columns(weight, x, u, column):
 def multiply(weight, x, first, u):
     """``u = W x`` of every column by its expert's matrix."""
     for e in range(first.shape[0] - 1):
-        # tiles may reach into the columns of the next expert, who comes later
+        # a tile may reach into the columns of the next expert, which are overwritten later
         for column in range(first[e], first[e + 1], TILE):
             _multiply_columns(weight[e], x, u, column)
 
@@ -229,10 +223,10 @@ def _find_runs(winner, size, run):
 
 @elementwise
 def _map_in_place(s, weight, size, x, ahead, out, to):
-    """``s.u = W s.x``. Neighbours mostly have one expert, and are mapped where they are, run by run.
+    """``s.u = W s.x``. Neighbours mostly have the same expert and are mapped in place, run by run.
 
-    If they are too mixed for that, they are ordered by expert. Meanwhile memory is asked for the next columns of ``x``,
-    from ``ahead``, and for those of ``out``, from ``to``.
+    If they are too mixed for that, they are ordered by expert. The columns of ``x`` from ``ahead`` and of ``out`` from
+    ``to``, which are needed next, are prefetched.
     """
     u, voxel, run = s.u, s.voxel, s.run
     several = weight.shape[0] > 1
@@ -241,7 +235,7 @@ def _map_in_place(s, weight, size, x, ahead, out, to):
     if tiles <= _MIXED * (size // TILE + 1):
         for n in range(count):
             e = s.winner[run[n]] if several else np.int32(0)
-            for column in range(run[n], run[n + 1], TILE):  # may reach into the next run, which comes later
+            for column in range(run[n], run[n + 1], TILE):  # may reach into the next run, which is overwritten later
                 for k in range(x.shape[0]):
                     fetch(x, k, ahead + column)
                     fetch_to_write(out, k, to + column)
@@ -253,31 +247,36 @@ def _map_in_place(s, weight, size, x, ahead, out, to):
         for k in range(u.shape[0]):
             row, columns = u[k], s.own_u[k]
             for i in range(size):
-                row[_Index(voxel[i])] = columns[i]
+                row[Index(voxel[i])] = columns[i]
 
 
 @elementwise
 def _unsort(steps, order, size, running, scores):
-    """Scores by class from what they fall by from rank to rank; ``running (B,)`` is scratch memory."""
+    """Scores by class from their differences from rank to rank; ``running (B,)`` is scratch memory."""
     for v in range(size):
-        running[v] = _ZERO
+        running[v] = ZERO
     for k in range(1, scores.shape[0]):
         row, index = steps[k - 1], order[k]
         for v in range(size):
             running[v] += row[v]
         for v in range(size):
-            scores[_Index(index[v]), v] = running[v]
+            scores[Index(index[v]), v] = running[v]
 
 
 @elementwise
-def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
-    """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``."""
+def apply_range(x, start, stop, parameters, rounding, scratch, out, to):
+    """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``.
+
+    ``parameters`` are ``Experts`` and whether to keep the argmax.
+    """
+    experts, keep = parameters
+    b, s = scratch
     block = b.best.shape[0]
     scores = b.scores if experts.features == GAPS else s.u[: x.shape[0]]
     ranked = experts.features in (GAPS, MARGINS)  # the winner's score is 0
     for begin in range(start, stop, block):
         size = min(block, stop - begin)
-        largest(x, begin, size, b.best, s.winner)
+        argmax(x, begin, size, b.best, s.winner)
         impossible = describe(x, begin, size, b.best, experts, s, b.rest)
         _map_in_place(s, experts.weight, size, x, begin + size, out, to + begin - start)
         if experts.features == GAPS:
@@ -288,14 +287,14 @@ def apply_range(x, start, stop, experts, keep, rounding, b, s, out, to):
             for k in range(x.shape[0]):
                 row, column = x[k, begin : begin + size], scores[k]
                 for v in range(size):
-                    column[v] = _NEVER if b.best[v] - row[v] > _DEPTH else column[v]
-        if keep and ranked:  # the winner is the largest but for rounding, and its place among the scores is not read
+                    column[v] = MINUS_INF if b.best[v] - row[v] > DEEP else column[v]
+        if keep and ranked:  # the winner is the largest up to rounding, and its own score is not read
             for v in range(size):
                 b.best[v], b.winner[v] = b.own[v], s.winner[v]
         else:
             for v in range(size):
-                first = _Index(s.winner[v])
-                b.own[v] += _ZERO if ranked else scores[first, v]
+                first = Index(s.winner[v])
+                b.own[v] += ZERO if ranked else scores[first, v]
                 scores[first, v] = b.own[v]
-            largest(scores, 0, size, b.best, b.winner)
-        write_log_softmax(b, scores, 0, size, _ONE, keep, s.winner, rounding, out, to + begin - start)
+            argmax(scores, 0, size, b.best, b.winner)
+        write_log_softmax(b, scores, 0, size, ONE, keep, s.winner, rounding, out, to + begin - start)

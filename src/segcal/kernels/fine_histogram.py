@@ -1,11 +1,11 @@
-"""Histograms of class probabilities so fine that regressions can be made from them: one read of the logits.
+"""Histograms of class probabilities fine enough to fit regressions to, from one read of the logits.
 
-Bins are equally wide in logit(p): both ends, where most probabilities of a segmentation are, keep their detail.
+Bins are equally wide in logit(p), so both ends, where most probabilities of a segmentation are, keep their detail.
 """
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,24 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels.dispatch import fast_maps
-from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH, BinGrid
-from segcal.kernels.voxels import Voxels
+from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
+from segcal.kernels.pieces_cpu import block_size, labelled, sweep, workers
+from segcal.kernels.voxels import Piece, Voxels
 from segcal.scores import log_probabilities
 
 FloatArray = NDArray[np.float64]
 
-_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
-# Logits of few digits may lie on an edge, where rounding would decide: edges are higher, in log p, by this share.
+# Logits with few digits may lie on an edge, where rounding would decide the bin: log p of the edges is raised by this
+# fraction.
 _ABOVE = 1e-12
-# Threads have tables of their own as long as all of them fit 64 MB; beyond that they divide the classes.
+# Each thread has its own tables as long as these have no more numbers together (64 MB); then threads share them and
+# divide the classes.
 _NUMBERS = 2**23
 
 
 class FineHistogram:
-    """Of every class probability: ``counts``, ``positive`` (the class is the label) and the sum of p, ``(R, bins)``.
+    """Histograms ``(R, bins)`` of class probabilities: ``counts``, ``positive`` (the class is the label), sums of p.
 
-    There is a row for each class, or with ``classwise=False`` one for all. ``voxels`` is how many were added, and
-    ``nll`` the sum of theirs.
+    There is a row for each class, or with ``classwise=False`` one for all. ``voxels`` is the number of voxels added,
+    ``nll`` the sum of their NLL.
 
     Examples:
         >>> histogram = FineHistogram(3)
@@ -48,8 +50,8 @@ class FineHistogram:
     def add(
         self, logits: Tensor, labels: Tensor, *, ignore_index: int | None = None, mask: Tensor | None = None
     ) -> None:
-        """Add the valid voxels of ``logits (N, C, *spatial)``; raises where a voxel is unfit."""
-        voxels = Voxels(logits, labels, _NO_GRID, None, ignore_index=ignore_index, mask=mask)
+        """Add the valid voxels of ``logits (N, C, *spatial)``; raises if a voxel is unfit."""
+        voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
         (self._add if fast_maps(logits) is None else self._add_fast)(voxels)
 
     def _add(self, voxels: Voxels) -> None:
@@ -69,38 +71,31 @@ class FineHistogram:
 
     def _add_fast(self, voxels: Voxels) -> None:
         """The same, by compiled loops."""
-        from segcal.kernels.fine_loops import Tables, fill_range, new_block
-        from segcal.kernels.pieces_cpu import block_size, labelled, matrix, workers
-        from segcal.kernels.pool import in_threads
+        from segcal.kernels.fine_loops import Block, Tables, fill_range
+        from segcal.kernels.scratch import new_block
 
-        classes, threads = voxels.logits.shape[1], workers(voxels, None)
+        classes, threads = voxels.logits.shape[1], workers(voxels)
         copies = min(threads, max(1, _NUMBERS // (3 * self.counts.size)))
         groups = threads // copies if self.classwise else 1
         edges = np.concatenate(([-np.inf], logit_edges(), [np.inf]))
         own = Tables(self.counts, self.positive, self.probability)
         tables = [own] + [Tables(*(np.zeros_like(table) for table in own)) for _ in range(copies - 1)]
 
-        def work(turn: int) -> tuple[FloatArray, int]:
-            copy, group = divmod(turn, groups)
-            block, sums = new_block(classes, block_size(classes)), np.zeros(2)
-            for piece in itertools.islice(voxels.pieces(), copy, None, copies):
-                x, columns = matrix(voxels, piece)
-                bad = fill_range(
-                    x, columns.start, columns.stop, *labelled(voxels, piece),
-                    edges, group, groups, block, tables[copy], sums,
-                )  # fmt: skip
-                if bad >= 0:
-                    return sums, piece.offset + bad
-            return sums, -1
+        def new_state(turn: int) -> tuple[int, Any, FloatArray]:
+            return turn, new_block(Block, classes, block_size(classes)), np.zeros(2)
 
-        results = in_threads(work, copies * groups)
-        unfit = [place for _, place in results if place >= 0]
-        if unfit:
-            raise voxels.bad_voxel(min(unfit))
+        def add(state: tuple[int, Any, FloatArray], piece: Piece, x: NDArray[Any], columns: slice) -> int:
+            (copy, group), block, sums = divmod(state[0], groups), *state[1:]
+            bad: int = fill_range(
+                x, columns.start, columns.stop, labelled(voxels, piece), edges, group, groups, block, tables[copy], sums
+            )
+            return bad
+
+        states = sweep(voxels, copies * groups, new_state, add, groups)
         for other in tables[1:]:
             for mine, theirs in zip(own, other, strict=True):
                 mine += theirs
-        number, nll = np.sum([sums for sums, _ in results], 0)
+        number, nll = np.sum([sums for *_, sums in states], 0)
         self.voxels += int(number)
         self.nll += float(nll)
 

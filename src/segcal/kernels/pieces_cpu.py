@@ -1,9 +1,11 @@
-"""Pieces of CPU logits for compiled loops; see ``segcal.kernels.cpu``."""
+"""Pieces of CPU logits for compiled loops, and the threads that take them; see ``segcal.kernels.cpu``."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -11,18 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.kernels.grid import BinGrid
+from segcal.kernels.pool import in_threads
 from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
+State = TypeVar("State")
+
+
+class Labels(NamedTuple):
+    """A piece's labels, the label of voxels that do not count, and the mask, which is empty where there is none."""
+
+    values: NDArray[np.int64]
+    ignored: int
+    mask: NDArray[np.bool_]
 
 
 def as_voxels(logits: Tensor, labels: Tensor | None = None, valid: Tensor | None = None) -> Voxels:
     """The voxels of logits ``(N, C, *spatial)``, to be taken piece by piece."""
     if logits.device.type != "cpu" or logits.dtype not in FLOATS:
         raise InputError(f"logits are {logits.dtype} on {logits.device}", expected="float32 or less on the CPU")
-    return Voxels(logits, logits.select(1, 0) if labels is None else labels, _NO_GRID, None, mask=valid)
+    return Voxels(logits, logits.select(1, 0) if labels is None else labels, mask=valid)
 
 
 def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], slice]:
@@ -33,21 +43,57 @@ def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], slice]:
     return scores.numpy(), columns
 
 
-def labelled(voxels: Voxels, piece: Piece) -> tuple[NDArray[np.int64], int, NDArray[np.bool_]]:
-    """The piece's labels, the label of voxels that do not count, and the mask, which is empty where there is none."""
-    labels = np.ascontiguousarray(voxels.flat(voxels.labels, piece).numpy(), np.int64)
-    ignored = int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
-    if voxels.mask is None:
-        return labels, ignored, np.empty(0, np.bool_)
-    return labels, ignored, np.ascontiguousarray(voxels.flat(voxels.mask, piece).numpy())
+def flat(voxels: Voxels, tensor: Tensor | None, piece: Piece, dtype: type[np.generic]) -> NDArray[Any]:
+    """The piece's part of an ``(N, *spatial)`` tensor as a contiguous array; empty for None."""
+    return np.empty(0, dtype) if tensor is None else np.ascontiguousarray(voxels.flat(tensor, piece).numpy(), dtype)
+
+
+def labelled(voxels: Voxels, piece: Piece) -> Labels:
+    """The piece's labels and mask."""
+    return Labels(
+        flat(voxels, voxels.labels, piece, np.int64), ignored_label(voxels), flat(voxels, voxels.mask, piece, np.bool_)
+    )
+
+
+def ignored_label(voxels: Voxels) -> int:
+    """The label of voxels that do not count; where there is none, a number that is no label."""
+    return int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
 
 
 def block_size(classes: int, scores: int = 20480) -> int:
-    """Voxels to work on at once: some hundreds, with so many scores; six such matrices fit most second caches."""
+    """Voxels in a block of about ``scores`` numbers, 128 to 1024; six such matrices fit most second-level caches."""
     return max(128, min(1024, scores // classes // 64 * 64))
 
 
-def workers(voxels: Voxels, threads: int | None) -> int:
-    """How many threads have something to do; None asks for torch's number."""
+def workers(voxels: Voxels, threads: int | None = None) -> int:
+    """The number of threads, at most one per piece; None means torch's number."""
     pieces = math.ceil(voxels.labels.numel() / PIECE_VOXELS)
     return max(1, min(threads or torch.get_num_threads(), pieces))
+
+
+def sweep(
+    voxels: Voxels,
+    threads: int,
+    new_state: Callable[[int], State],
+    add: Callable[[State, Piece, NDArray[Any], slice], int],
+    groups: int = 1,
+) -> list[State]:
+    """Let each thread add its share of the pieces to a state of its own; the states, in a fixed order.
+
+    ``add`` takes a state, a piece and its matrix and columns, and returns the first unfit voxel in the piece, or -1.
+    The error for the first unfit voxel of all is raised. With ``groups``, so many threads take the same pieces.
+    """
+
+    def work(turn: int) -> tuple[State, int]:
+        state = new_state(turn)
+        for piece in itertools.islice(voxels.pieces(), turn // groups, None, threads // groups):
+            bad = add(state, piece, *matrix(voxels, piece))
+            if bad >= 0:
+                return state, piece.offset + bad
+        return state, -1
+
+    results = in_threads(work, threads)
+    unfit = [place for _, place in results if place >= 0]
+    if unfit:
+        raise voxels.bad_voxel(min(unfit))
+    return [state for state, _ in results]

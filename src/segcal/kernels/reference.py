@@ -28,8 +28,7 @@ class Batch(NamedTuple):
 
 def tally(voxels: Voxels, threads: int) -> Tally:
     """All statistics of one update; see ``segcal.kernels.tally``. Threads are torch's own business."""
-    class_bins = 0 if voxels.class_grid is None else len(voxels.class_grid)
-    empty = Tally.zeros(voxels.num_slots, voxels.logits.shape[1], len(voxels.top_grid), class_bins)
+    empty = Tally.zeros(voxels.num_slots, voxels.logits.shape[1], voxels.top_grid, voxels.class_grid)
     total = _Totals({name: torch.from_numpy(array).to(device_of(voxels)) for name, array in empty._asdict().items()})
     for batch in batches(voxels):
         _add(voxels, batch, total)
@@ -47,7 +46,7 @@ def batches(voxels: Voxels) -> Iterator[Batch]:
     device = device_of(voxels)
     step = max(1, _MATRIX_SIZE // voxels.logits.shape[1])
     for piece in voxels.pieces():
-        scores, columns = voxels.scores(piece)
+        (scores, columns), valid = voxels.scores(piece), voxels.valid(piece).to(device)
         for start in range(columns.start, columns.stop, step):
             stop = min(start + step, columns.stop)
             here = slice(start - columns.start, stop - columns.start)
@@ -55,14 +54,8 @@ def batches(voxels: Voxels) -> Iterator[Batch]:
             def pick(tensor: Tensor, here: slice = here) -> Tensor:
                 return voxels.flat(tensor, piece)[here].to(device)  # noqa: B023
 
-            labels = pick(voxels.labels).long()
-            valid = torch.ones_like(labels, dtype=torch.bool)
-            if voxels.ignore_index is not None:
-                valid &= labels != voxels.ignore_index
-            if voxels.mask is not None:
-                valid &= pick(voxels.mask)
-            kept = valid.nonzero().squeeze(1)
-            raw, y = scores[:, start:stop].to(device)[:, kept].double(), labels[kept]
+            kept = valid[here].nonzero().squeeze(1)
+            raw, y = scores[:, start:stop].to(device)[:, kept].double(), pick(voxels.labels).long()[kept]
             slot = torch.zeros_like(y) if voxels.slots is None else pick(voxels.slots)[kept].long()
             z = raw if voxels.score_map is None else voxels.score_map(raw[None])[0]
             bad = (y < 0) | (y >= len(z)) | ~torch.isfinite(z.amax(0)) | torch.isnan(z).any(0)

@@ -1,10 +1,9 @@
-"""The first look at data: is every voxel fit, what is its NLL, and in which stratum does it lie; one read."""
+"""The first look at data, in one read: is every voxel fit, what is the NLL, and in which stratum is each voxel?"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,21 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels import fast_maps
-from segcal.kernels.grid import BinGrid
-from segcal.kernels.voxels import Voxels
-
-_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
+from segcal.kernels.pieces_cpu import block_size, labelled, sweep, workers
+from segcal.kernels.voxels import Piece, Voxels
 
 
 class Survey(NamedTuple):
-    """Of the voxels that count.
+    """What is found in the voxels that count.
 
     Attributes:
-        strata: Of every voxel, flat: ``(2 winner + right) (n + 1) + level`` with ``level`` the number of the n
-            confidences that are below the voxel's, and -1 where it does not count.
-        true: How many have each label ``(C,)``.
-        nll: The sum of theirs.
-        impossible: Whether some class is, in some voxel.
+        strata: The stratum of every voxel, flat: ``(2 winner + right) (n + 1) + level``, where ``level`` is how many
+            of the n confidences are below the voxel's; -1 where a voxel does not count.
+        true: The number of voxels with each label ``(C,)``.
+        nll: The sum of their NLL.
+        impossible: Whether some voxel has an impossible class.
     """
 
     strata: NDArray[np.int64]
@@ -43,14 +40,14 @@ def survey(
     ignore_index: int | None = None,
     mask: Tensor | None = None,
 ) -> Survey:
-    """Survey the valid voxels of logits ``(N, C, *spatial)``; raises where one is unfit.
+    """Survey the valid voxels of logits ``(N, C, *spatial)``; raises if one is unfit.
 
     Examples:
         >>> found = survey(torch.tensor([[4.0, 0.0], [0.0, 0.1]]), torch.tensor([0, 0]), (0.6, 0.9))
         >>> found.strata, found.true, round(found.nll, 4)
         (array([5, 6]), array([2, 0]), 0.7625)
     """
-    voxels = Voxels(logits, labels, _NO_GRID, None, ignore_index=ignore_index, mask=mask)
+    voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
     edges = np.array(confidences, np.float32)
     return _reference(voxels, edges) if fast_maps(logits) is None else _fast(voxels, edges)
 
@@ -71,29 +68,23 @@ def _reference(voxels: Voxels, edges: NDArray[np.float32]) -> Survey:
 
 
 def _fast(voxels: Voxels, edges: NDArray[np.float32]) -> Survey:
-    from segcal.kernels.apply_loops import new_block
-    from segcal.kernels.pieces_cpu import block_size, labelled, matrix, workers
-    from segcal.kernels.pool import in_threads
+    from segcal.kernels.apply_loops import Block
+    from segcal.kernels.scratch import new_block
     from segcal.kernels.survey_loops import survey_range
 
-    classes, count = voxels.logits.shape[1], workers(voxels, None)
+    classes = voxels.logits.shape[1]
     strata = np.empty(voxels.labels.numel(), np.int64)
 
-    def work(turn: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
-        block, true, sums = new_block(classes, block_size(classes)), np.zeros(classes, np.int64), np.zeros(2)
-        for piece in itertools.islice(voxels.pieces(), turn, None, count):
-            x, columns = matrix(voxels, piece)
-            bad = survey_range(
-                x, columns.start, columns.stop, *labelled(voxels, piece),
-                edges, block, strata[piece.offset :], true, sums,
-            )  # fmt: skip
-            if bad >= 0:
-                return true, sums, piece.offset + bad
-        return true, sums, -1
+    def new_state(turn: int) -> tuple[Any, NDArray[np.int64], NDArray[np.float64]]:
+        return new_block(Block, classes, block_size(classes)), np.zeros(classes, np.int64), np.zeros(2)
 
-    results = in_threads(work, count)
-    unfit = [place for *_, place in results if place >= 0]
-    if unfit:
-        raise voxels.bad_voxel(min(unfit))
-    nll, impossible = np.sum([sums for _, sums, _ in results], 0).tolist()
-    return Survey(strata, np.sum([true for true, _, _ in results], 0), nll, impossible > 0)
+    def add(state: tuple[Any, ...], piece: Piece, x: NDArray[Any], columns: slice) -> int:
+        block, true, sums = state
+        bad: int = survey_range(
+            x, columns.start, columns.stop, labelled(voxels, piece), edges, block, strata[piece.offset :], true, sums
+        )
+        return bad
+
+    _, true, sums = zip(*sweep(voxels, workers(voxels), new_state, add), strict=True)
+    nll, impossible = np.sum(sums, 0).tolist()
+    return Survey(strata, np.sum(true, 0), nll, impossible > 0)

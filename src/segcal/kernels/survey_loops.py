@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from segcal.kernels.apply_loops import largest, sum_others
-from segcal.kernels.compiled import elementwise, log1p
-from segcal.scores import DEPTH
-
-_ZERO, _ONE, _DEPTH = np.float32(0), np.float32(1), np.float32(DEPTH)
+from segcal.kernels.compiled import DEEP, ONE, elementwise, log1p
+from segcal.kernels.softmax_loops import UNCOUNTED, UNFIT, argmax, checked_label, sum_others
 
 
 @elementwise
@@ -28,36 +23,34 @@ def _lowest(x, start, size, lowest):
 
 
 @elementwise
-def survey_range(x, start, stop, labels, ignored, mask, edges, b, strata, true, sums):
+def survey_range(x, start, stop, labels, edges, b, strata, true, sums):
     """Write the strata of columns ``start..stop`` of ``x (C, V)``, and add to ``true (C,)`` and to ``sums (2,)``.
 
-    The sums are the NLL, and how many voxels have impossible classes. ``labels``, ``strata``, and ``mask`` unless empty
-    begin at ``start``. Returns the first voxel, counted from there, that has no possible class or no softmax, or -1.
+    The sums are the NLL and the number of voxels with impossible classes. ``labels`` and ``strata`` begin at ``start``.
+    Returns the first unfit voxel, counted from there, or -1.
     """
-    classes, block, levels = x.shape[0], b.best.shape[0], edges.shape[0] + 1
+    block, levels = b.best.shape[0], edges.shape[0] + 1
     for first in range(start, stop, block):
         size, offset = min(block, stop - first), first - start
-        largest(x, first, size, b.best, b.winner)
-        sum_others(x, first, size, b.best, b.winner, _ONE, b.rest)
+        argmax(x, first, size, b.best, b.winner)
+        sum_others(x, first, size, b.best, b.winner, ONE, b.rest)
         _lowest(x, first, size, b.own)
         level = strata[offset : offset + size]
         for v in range(size):
             level[v] = 0
         for edge in edges:
             for v in range(size):
-                level[v] += _ONE / (_ONE + b.rest[v]) > edge
+                level[v] += ONE / (ONE + b.rest[v]) > edge
         for v in range(size):
-            label, winner = labels[offset + v], np.int64(b.winner[v])
-            if label == ignored or (mask.size > 0 and not mask[offset + v]):
+            label, gap = checked_label(labels, offset + v, x, first + v, b.best[v], b.rest[v])
+            if label == UNFIT:
+                return offset + v
+            if label == UNCOUNTED:
                 level[v] = -1
                 continue
-            if not (0 <= label < classes and b.rest[v] >= _ZERO and math.isfinite(b.best[v])):
-                return offset + v
-            gap = b.best[v] - x[label, first + v]
-            if gap > _DEPTH:
-                return offset + v
+            winner = np.int64(b.winner[v])
             level[v] += (2 * winner + (winner == label)) * levels
             true[label] += 1
             sums[0] += log1p(np.float64(b.rest[v])) + np.float64(gap)
-            sums[1] += b.best[v] - b.own[v] > _DEPTH
+            sums[1] += b.best[v] - b.own[v] > DEEP
     return -1

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from segcal.kernels.grid import BinGrid
+
 Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
 
@@ -19,7 +21,7 @@ class Tally(NamedTuple):
     """Additive statistics per slot. All are sums over voxels, so adding two tallies merges them.
 
     Examples:
-        >>> Tally.zeros(1, 3, 4096, 150).confusion.shape
+        >>> Tally.zeros(1, 3, BinGrid.top_label(()), None).confusion.shape
         (1, 3, 3)
     """
 
@@ -37,9 +39,9 @@ class Tally(NamedTuple):
     distance: Sums  # (A, 3): sum of finite boundary distances, how many, and how many given; no kernel fills this
 
     @classmethod
-    def zeros(cls, slots: int, classes: int, top_bins: int, class_bins: int) -> Tally:
-        """A tally of nothing. ``class_bins = 0`` leaves the per-class histograms out."""
-        a, c, t, m = slots, classes, top_bins, class_bins
+    def zeros(cls, slots: int, classes: int, top_grid: BinGrid, class_grid: BinGrid | None) -> Tally:
+        """A tally of nothing. Without ``class_grid`` there are no per-class histograms."""
+        a, c, t, m = slots, classes, len(top_grid), 0 if class_grid is None else len(class_grid)
         return cls(
             confusion=np.zeros((a, c, c), np.int64),
             losses=np.zeros((a, c, 3), np.float64),
@@ -67,7 +69,7 @@ class Total:
     Metrics look at one or two arrays, and those of a thousand classes take tens of megabytes.
 
     Examples:
-        >>> Total(Tally.zeros(2, 3, 4096, 150), np.array([True, False])).confusion.shape
+        >>> Total(Tally.zeros(2, 3, BinGrid.top_label(()), None), np.array([True, False])).confusion.shape
         (3, 3)
     """
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels import fast_maps
-from segcal.kernels.grid import BinGrid
-from segcal.kernels.voxels import Voxels
-
-_NO_GRID = BinGrid.top_label((1,))  # nothing is binned here
+from segcal.kernels.pieces_cpu import block_size, labelled, sweep, workers
+from segcal.kernels.voxels import Piece, Voxels
 
 
 class TemperatureSums(NamedTuple):
@@ -25,12 +24,7 @@ class TemperatureSums(NamedTuple):
     curvature: float = 0.0
 
     def __add__(self, other: TemperatureSums) -> TemperatureSums:  # type: ignore[override]
-        return TemperatureSums(
-            self.count + other.count,
-            self.nll + other.nll,
-            self.slope + other.slope,
-            self.curvature + other.curvature,
-        )
+        return TemperatureSums(*map(operator.add, self, other))
 
     def by_beta(self, beta: float) -> tuple[float, float, float]:
         """The mean NLL at beta and its first two derivatives by beta, in which it is convex."""
@@ -41,7 +35,7 @@ class TemperatureSums(NamedTuple):
 def temperature_sums(
     logits: Tensor, labels: Tensor, beta: float, *, ignore_index: int | None = None, mask: Tensor | None = None
 ) -> TemperatureSums:
-    """Sums over the valid voxels of logits ``(N, C, *spatial)`` at ``S(beta z)``; raises where a voxel is unfit.
+    """Sums over the valid voxels of logits ``(N, C, *spatial)`` at ``S(beta z)``; raises if a voxel is unfit.
 
     With ``d = beta (z - max z)``: ``nll = log sum exp(d) - d_y``, ``slope = E[d] - d_y``, ``curvature = Var[d] +
     slope``, expectations under ``S(beta z)``.
@@ -51,7 +45,7 @@ def temperature_sums(
         >>> sums.count, round(sums.nll, 4), round(sums.slope, 4)
         (1, 0.3133, -0.2689)
     """
-    voxels = Voxels(logits, labels, _NO_GRID, None, ignore_index=ignore_index, mask=mask)
+    voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
     return _reference(voxels, beta) if fast_maps(logits) is None else _fast(voxels, beta)
 
 
@@ -78,25 +72,17 @@ def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
 
 
 def _fast(voxels: Voxels, beta: float) -> TemperatureSums:
-    from segcal.kernels.pieces_cpu import block_size, labelled, matrix, workers
-    from segcal.kernels.pool import in_threads
-    from segcal.kernels.temperature_loops import new_block, temperature_range
+    from segcal.kernels.scratch import new_block
+    from segcal.kernels.temperature_loops import Block, temperature_range
 
-    classes, count = voxels.logits.shape[1], workers(voxels, None)
+    classes = voxels.logits.shape[1]
 
-    def work(turn: int) -> tuple[TemperatureSums, int]:
-        block, sums = new_block(block_size(classes)), np.zeros(4)
-        for piece in itertools.islice(voxels.pieces(), turn, None, count):
-            x, columns = matrix(voxels, piece)
-            bad = temperature_range(
-                x, columns.start, columns.stop, *labelled(voxels, piece), np.float32(beta), block, sums
-            )
-            if bad >= 0:
-                return TemperatureSums(), piece.offset + bad
-        return TemperatureSums(int(sums[0]), *sums[1:].tolist()), -1
+    def new_state(turn: int) -> tuple[Any, NDArray[np.float64]]:
+        return new_block(Block, classes, block_size(classes)), np.zeros(4)
 
-    results = in_threads(work, count)
-    unfit = [place for _, place in results if place >= 0]
-    if unfit:
-        raise voxels.bad_voxel(min(unfit))
-    return sum((own for own, _ in results), TemperatureSums())
+    def add(state: tuple[Any, NDArray[np.float64]], piece: Piece, x: NDArray[Any], columns: slice) -> int:
+        bad: int = temperature_range(x, columns.start, columns.stop, labelled(voxels, piece), np.float32(beta), *state)
+        return bad
+
+    count, *sums = np.sum([sums for _, sums in sweep(voxels, workers(voxels), new_state, add)], 0).tolist()
+    return TemperatureSums(int(count), *sums)

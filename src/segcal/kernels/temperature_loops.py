@@ -5,33 +5,41 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from segcal.kernels.compiled import SMALLEST, elementwise, exp, log1p, reduction
-from segcal.kernels.cpu_loops import argmax
-from segcal.scores import DEPTH
+from segcal.kernels.compiled import DEEP, SMALLEST, ZERO, elementwise, exp, log1p, reduction
+from segcal.kernels.scratch import FLOAT, INDEX
+from segcal.kernels.softmax_loops import UNFIT, argmax, checked_label
 
-_ZERO = np.float32(0)
-_DEEPEST = np.float32(-DEPTH)
+
+class Block(NamedTuple):
+    """Scratch memory for one block; see ``segcal.kernels.scratch``."""
+
+    best: Any = FLOAT
+    winner: Any = INDEX
+    rest: Any = FLOAT  # sums over the other classes of e = exp(d), with d = beta (score - best),
+    mean: Any = FLOAT  # of e d
+    square: Any = FLOAT  # and of e d^2
+    own: Any = FLOAT  # d of the label
+    counts: Any = FLOAT  # 1 where the voxel counts, else 0
 
 
 @elementwise
 def _add_classes(x, start, size, best, winner, beta, rest, mean, square):
     """Sums over the classes other than the winner of ``e = exp(d)``, ``e d`` and ``e d^2``, ``d = beta (x - best)``."""
     for v in range(size):
-        rest[v] = _ZERO
-        mean[v] = _ZERO
-        square[v] = _ZERO
+        rest[v] = ZERO
+        mean[v] = ZERO
+        square[v] = ZERO
     for k in range(x.shape[0]):
-        row, index = x[k, start : start + size], np.uint32(k)
+        row, index = x[k, start : start + size], np.int32(k)
         for v in range(size):
             gap = row[v] - best[v]
             d = gap * beta
             e = exp(d)
-            e = _ZERO if winner[v] == index or gap < _DEEPEST else e
+            e = ZERO if winner[v] == index or gap < -DEEP else e
             d = SMALLEST if d < SMALLEST else d  # -inf times zero would be NaN
             rest[v] += e
             mean[v] += e * d
@@ -40,7 +48,7 @@ def _add_classes(x, start, size, best, winner, beta, rest, mean, square):
 
 @reduction
 def _add_voxels(size, counts, own, rest, mean, square, sums):
-    """Add the voxels that count; vector instructions, as ``counts`` is a factor and no branch."""
+    """Add the voxels that count. ``counts`` is a factor, not a branch, so that vector instructions can be used."""
     number, nll, slope, curvature = 0.0, 0.0, 0.0, 0.0
     for v in range(size):
         others, factor, label = np.float64(rest[v]), np.float64(counts[v]), np.float64(own[v])
@@ -58,38 +66,26 @@ def _add_voxels(size, counts, own, rest, mean, square, sums):
 
 
 @elementwise
-def temperature_range(x, start, stop, labels, ignored, mask, beta, block, sums):
+def temperature_range(x, start, stop, labels, beta, b, sums):
     """Add count, NLL, its slope and its curvature by log beta of voxels ``start..stop`` to ``sums (4,)``.
 
-    Returns the first voxel, counted from ``start``, that has no possible class or no softmax, or -1.
+    Returns the first unfit voxel, counted from ``start``, or -1.
     """
-    best, winner, rest, mean, square, own, counts = block
-    classes, step = x.shape[0], len(best)
+    best, rest, mean, square, own, counts = b.best, b.rest, b.mean, b.square, b.own, b.counts
+    step = len(best)
     for offset in range(0, stop - start, step):
-        size = min(step, stop - start - offset)
-        here = start + offset
-        argmax(x, here, size, best, winner)
-        _add_classes(x, here, size, best, winner, beta, rest, mean, square)
+        size, here = min(step, stop - start - offset), start + offset
+        argmax(x, here, size, best, b.winner)
+        _add_classes(x, here, size, best, b.winner, beta, rest, mean, square)
         for v in range(size):
-            label = labels[offset + v]
-            valid = label != ignored and (mask.size == 0 or mask[offset + v])
-            possible = 0 <= label < classes
-            gap = x[label if possible else 0, here + v] - best[v]
-            if valid and not (possible and gap >= _DEEPEST and rest[v] >= _ZERO and math.isfinite(best[v])):
+            label, gap = checked_label(labels, offset + v, x, here + v, best[v], rest[v])
+            if label == UNFIT:
                 return offset + v
+            valid = label >= 0
             counts[v] = np.float32(valid)
-            own[v] = gap * beta if valid else _ZERO
-            rest[v] = rest[v] if valid else _ZERO  # NaN times zero would be NaN
-            mean[v] = mean[v] if valid else _ZERO
-            square[v] = square[v] if valid else _ZERO
+            own[v] = -gap * beta if valid else ZERO
+            rest[v] = rest[v] if valid else ZERO  # NaN times zero would be NaN
+            mean[v] = mean[v] if valid else ZERO
+            square[v] = square[v] if valid else ZERO
         _add_voxels(size, counts, own, rest, mean, square, sums)
     return -1
-
-
-def new_block(size: int) -> tuple[Any, ...]:
-    """Scratch memory for one thread: best, winner, three sums over classes, the label's score, and what counts."""
-    return (
-        np.zeros(size, np.float32),
-        np.zeros(size, np.uint32),
-        *(np.zeros(size, np.float32) for _ in range(5)),
-    )

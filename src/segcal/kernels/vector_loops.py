@@ -1,7 +1,7 @@
 """Compiled loops of vector scaling, a scale and a bias for each class; ``apply_cpu`` and ``expert_cpu`` call them.
 
-With margins ``m = best - z`` the scores are ``a z + b = -a m + best (a - mean a) + b``, up to a number that all classes
-share: an offset of the logits costs no precision where the scales are alike.
+With margins ``m = best - z`` the scores are ``a z + b = -a m + best (a - mean a) + b`` up to a constant per voxel, so
+an offset of the logits costs no precision where the scales are alike.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -12,17 +12,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from segcal.kernels.apply_loops import largest, write_log_softmax, zeros
-from segcal.kernels.compiled import elementwise, reduction
+from segcal.kernels.apply_loops import write_log_softmax
+from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, reduction
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.gradient_loops import slopes
-from segcal.scores import DEPTH, GAUGE
+from segcal.kernels.softmax_loops import argmax
+from segcal.scores import GAUGE
 
-_ONE, _NEVER = np.float32(1), np.float32(-np.inf)
-_DEPTH, _GAUGE = np.float32(DEPTH), np.float32(GAUGE)
-_Index = np.uint32  # unsigned indices spare numba the test for negative ones
+_GAUGE = np.float32(GAUGE)
 
 
 class Vector(NamedTuple):
@@ -41,14 +39,9 @@ class Vector(NamedTuple):
         return cls(*(values.astype(np.float32) for values in (scale, scale - scale.mean(), bias)))
 
 
-def new_scratch(size: int) -> tuple[Any, Any]:
-    """Labels and losses of a block."""
-    return zeros(size, dtype=torch.int32), zeros(size, dtype=torch.float64)
-
-
 @elementwise
 def _scores(x, start, size, best, vector, level, scores):
-    """Scores of columns from ``start`` of ``x (C, V)``; what is impossible stays so. ``level (B,)`` is scratch."""
+    """Scores of columns from ``start`` of ``x (C, V)``; impossible classes are at -inf. ``level (B,)`` is scratch."""
     for v in range(size):
         level[v] = min(max(best[v], -_GAUGE), _GAUGE)
     for k in range(x.shape[0]):
@@ -56,29 +49,30 @@ def _scores(x, start, size, best, vector, level, scores):
         scale, tilt, bias = vector.scale[k], vector.tilt[k], vector.bias[k]
         for v in range(size):
             margin = best[v] - row[v]
-            target[v] = _NEVER if margin > _DEPTH else bias - scale * margin + tilt * level[v]
+            target[v] = MINUS_INF if margin > DEEP else bias - scale * margin + tilt * level[v]
 
 
 @elementwise
-def apply_range(x, start, stop, vector, keep, rounding, b, kept, out, to):
+def apply_range(x, start, stop, parameters, rounding, b, out, to):
     """Map columns ``start..stop`` of ``x (C, V)`` and write log-probabilities to ``out (C, W)`` from column ``to``.
 
-    ``keep`` keeps the argmax; ``b`` and ``kept (B,)`` are scratch memory.
+    ``parameters`` are a ``Vector`` and whether to keep the argmax.
     """
-    block = b.best.shape[0]
+    vector, keep = parameters
+    block, kept = b.best.shape[0], b.place
     for first in range(start, stop, block):
         size = min(block, stop - first)
-        largest(x, first, size, b.best, kept)
+        argmax(x, first, size, b.best, kept)
         _scores(x, first, size, b.best, vector, b.own, b.scores)
         for v in range(size):
-            b.own[v] = b.scores[_Index(kept[v]), v]
-        largest(b.scores, 0, size, b.best, b.winner)
-        write_log_softmax(b, b.scores, 0, size, _ONE, keep, kept, rounding, out, to + first - start)
+            b.own[v] = b.scores[Index(kept[v]), v]
+        argmax(b.scores, 0, size, b.best, b.winner)
+        write_log_softmax(b, b.scores, 0, size, ONE, keep, kept, rounding, out, to + first - start)
 
 
 @reduction
 def _add_row(row, shift, slope, size, total):
-    """Add the sums of slope times shifted logit, and of slope, of the voxels whose slope is not 0."""
+    """Add the sums of slope times shifted logit, and of slopes, over the voxels whose slope is not 0."""
     first, second = 0.0, 0.0
     for v in range(size):
         own = np.float64(slope[v])
@@ -89,22 +83,22 @@ def _add_row(row, shift, slope, size, total):
 
 
 @elementwise
-def gradient_range(x, start, stop, labels, valid, vector, b, scratch, nll, total):
+def gradient_range(x, start, stop, labels, valid, vector, b, nll, total):
     """Add NLL ``(1,)`` and its gradient ``(1, C, 2)`` by scales and biases of columns ``start..stop`` of ``x (C, V)``.
 
-    ``labels`` and, unless empty, ``valid`` begin at ``start``; ``b`` and ``scratch`` are scratch memory.
+    ``labels`` and, unless empty, ``valid`` begin at ``start``.
     """
-    target, losses = scratch
+    target, losses, level = b.target, b.losses, b.own
     block, every = b.best.shape[0], valid.shape[0] == 0
     for begin in range(start, stop, block):
         size, offset = min(block, stop - begin), begin - start
-        largest(x, begin, size, b.best, b.winner)
-        _scores(x, begin, size, b.best, vector, b.own, b.scores)
+        argmax(x, begin, size, b.best, b.winner)
+        _scores(x, begin, size, b.best, vector, level, b.scores)
         for v in range(size):
-            b.own[v] -= b.best[v]  # 0 within the limits of the gauge
+            level[v] -= b.best[v]  # 0 unless the best logit is beyond GAUGE
         for v in range(size):
             target[v] = np.int32(labels[offset + v]) if every or valid[offset + v] else np.int32(0)
-        largest(b.scores, 0, size, b.best, b.winner)
+        argmax(b.scores, 0, size, b.best, b.winner)
         slopes(b, size, target, losses)
         for v in range(size):
             nll[0] += losses[v] if every or valid[offset + v] else 0.0
@@ -112,5 +106,5 @@ def gradient_range(x, start, stop, labels, valid, vector, b, scratch, nll, total
             row = b.scores[k]
             if not every:
                 for v in range(size):
-                    row[v] = row[v] if valid[offset + v] else np.float32(0)
-            _add_row(x[k, begin : begin + size], b.own, row, size, total[0, k])
+                    row[v] = row[v] if valid[offset + v] else ZERO
+            _add_row(x[k, begin : begin + size], level, row, size, total[0, k])

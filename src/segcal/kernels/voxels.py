@@ -21,6 +21,7 @@ from segcal.kernels.grid import BinGrid
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible, without_softmax
 
 PIECE_VOXELS = 2**15
+_ONE_BIN = BinGrid.from_edges(())
 # exp of minus this is nothing in float32.
 _NOTHING = 100.0
 
@@ -96,14 +97,14 @@ class Piece:
 class Voxels:
     """One update, checked by the caller: all tensors ``(N, *spatial)`` but ``logits (N, C, *spatial)``.
 
-    ``slots`` are indices 0..num_slots - 1 of the disjoint groups to tally, ``uncalibrated`` the argmax before
-    calibration, and ``score_map`` is applied to the logits on the way.
+    The grids are those of ``tally``. ``slots`` are indices 0..num_slots - 1 of the disjoint groups to tally,
+    ``uncalibrated`` is the argmax before calibration, and ``score_map`` is applied to the logits first.
     """
 
     logits: Tensor
     labels: Tensor
-    top_grid: BinGrid
-    class_grid: BinGrid | None
+    top_grid: BinGrid = _ONE_BIN
+    class_grid: BinGrid | None = None
     ignore_index: int | None = None
     mask: Tensor | None = None
     slots: Tensor | None = None
@@ -154,19 +155,19 @@ class Voxels:
         """The piece's part of an ``(N, *spatial)`` tensor, ``(v,)``."""
         return tensor[piece.images][piece.window].reshape(-1)[piece.columns]
 
+    def valid(self, piece: Piece) -> Tensor:
+        """Which of the piece's voxels count, ``(v,)`` bool."""
+        labels = self.flat(self.labels, piece)
+        valid = torch.ones_like(labels, dtype=torch.bool) if self.ignore_index is None else labels != self.ignore_index
+        return valid if self.mask is None else valid & self.flat(self.mask, piece)
+
     def checked(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels, and which these are ``(v,)``.
 
-        Raises where one is unfit. Impossible classes are at -inf, and no label is one of them.
+        Raises if a voxel is unfit. Impossible classes are at -inf, and no label is impossible.
         """
-        scores, columns = self.scores(piece)
-        labels = self.flat(self.labels, piece)
-        valid = torch.ones_like(labels, dtype=torch.bool)
-        if self.ignore_index is not None:
-            valid &= labels != self.ignore_index
-        if self.mask is not None:
-            valid &= self.flat(self.mask, piece)
-        z, y = scores[:, columns][:, valid].double(), labels[valid].long()
+        (scores, columns), valid = self.scores(piece), self.valid(piece)
+        z, y = scores[:, columns][:, valid].double(), self.flat(self.labels, piece)[valid].long()
         best = z.amax(0)
         bad = ~torch.isfinite(best) | (y < 0) | (y >= len(z))
         bad |= best - z.gather(0, y.clamp(0, len(z) - 1)[None])[0] > DEPTH

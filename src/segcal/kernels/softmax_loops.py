@@ -1,0 +1,97 @@
+"""Compiled loops that all passes share: largest scores, sums of exponentials, and whether a voxel is fit.
+
+Columns are voxels, from column ``start`` of ``x (C, V)`` on; arrays of one number per voxel are ``(B,)``.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# (numba infers the types of compiled functions itself)
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from segcal.kernels.compiled import DEEP, MINUS_INF, ZERO, elementwise, exp, inlined, log1p
+from segcal.kernels.tiles import TILE, fetch
+
+#: What ``checked_label`` returns for a voxel that does not count, and for one that is unfit.
+UNCOUNTED, UNFIT = np.int64(-1), np.int64(-2)
+
+
+@inlined
+def _larger(score, index, top, first):
+    """The larger of two scores and its index."""
+    above = score > top
+    return score if above else top, index if above else first
+
+
+@elementwise
+def argmax(x, start, size, best, winner):
+    """Each voxel's largest score and its first index.
+
+    Four classes at a time: four rows come from memory faster side by side than one after the other, and the largest
+    score so far is read and written less often.
+    """
+    last, columns = x.shape[0] - 1, slice(start, start + size)
+    for v in range(size):
+        best[v] = MINUS_INF
+        winner[v] = 0
+    for k in range(0, x.shape[0], 4):
+        k2, k3, k4 = min(k + 1, last), min(k + 2, last), min(k + 3, last)  # the last class may repeat: no matter
+        row, row2, row3, row4 = x[k, columns], x[k2, columns], x[k3, columns], x[k4, columns]
+        i, i2, i3, i4 = np.int32(k), np.int32(k2), np.int32(k3), np.int32(k4)
+        for v in range(size):
+            top, first = _larger(row[v], i, best[v], winner[v])
+            top, first = _larger(row2[v], i2, top, first)
+            top, first = _larger(row3[v], i3, top, first)
+            best[v], winner[v] = _larger(row4[v], i4, top, first)
+
+
+@elementwise
+def _fetch_next_block(x, row, start, size):
+    """Ask memory for the next block of a row while this one is worked on.
+
+    A row of a block is a page or less, and processors read ahead no further than that.
+    """
+    for column in range(start + size, min(start + 2 * size, x.shape[1]), TILE):
+        fetch(x, row, column)
+
+
+@elementwise
+def sum_others(x, start, size, best, winner, beta, rest):
+    """Sum ``exp(beta (score - best))`` over the classes other than the winner.
+
+    The winner's own term is exactly 1. Without it the sum keeps its relative precision however confident the voxel is.
+    """
+    for v in range(size):
+        rest[v] = ZERO
+    for k in range(x.shape[0]):
+        _fetch_next_block(x, k, start, size)
+        row, index = x[k, start : start + size], np.int32(k)
+        for v in range(size):
+            e = exp((row[v] - best[v]) * beta)
+            rest[v] += ZERO if winner[v] == index else e
+
+
+@elementwise
+def log_sums(size, best, rest, log_sum):
+    """``log_sum = log(1 + rest)``, NaN where ``best`` or ``rest`` is not finite."""
+    for v in range(size):
+        undefined = (best[v] - best[v]) + (rest[v] - rest[v])  # NaN or 0
+        log_sum[v] = np.float32(log1p(np.float64(rest[v]))) + undefined
+
+
+@inlined
+def checked_label(labels, at, x, column, best, rest):
+    """The label of voxel ``at``, ``UNCOUNTED`` or ``UNFIT``, and how far its score is below the best.
+
+    ``labels`` is a ``pieces_cpu.Labels``; ``column`` is the voxel's in ``x``. A voxel is unfit if its label is no
+    class or an impossible one, or if its scores have no softmax.
+    """
+    label = labels.values[at]
+    counts = label != labels.ignored and (labels.mask.size == 0 or labels.mask[at])
+    known = 0 <= label < x.shape[0]
+    gap = best - x[label if known else 0, column]
+    fit = known and gap <= DEEP and rest >= 0 and math.isfinite(best)
+    return (label if fit else UNFIT) if counts else UNCOUNTED, gap
