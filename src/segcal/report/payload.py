@@ -1,4 +1,4 @@
-"""What the page needs to know of a study, in few bytes: rounded numbers, packed values per case, pictures as text."""
+"""What the page needs of a study, in few bytes: rounded numbers, packed values per case, pictures as text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from segcal.files.plain import number
+from segcal.inference import mean_over_repeats
 from segcal.report.pictures import embed_pictures
 
-# Together with the charts' numbers these keep the page below 15 MB, which mail and phones still take.
+# With the numbers of the charts, this keeps the page below 15 MB, which mail and phones still accept.
 MOST_CASE_BYTES = 4_000_000
 
 _UNDEFINED, _INFINITE, _LARGEST = 65535, 65534, 65533
@@ -28,13 +29,10 @@ _FILES = (
     ("tables.tex", "the summary as a LaTeX table"),
     ("calibrator.safetensors", "the recommended calibrator, for segcal apply"),
 )
+# Parts that a study may lack, and what the page takes instead.
 _DEFAULTS: dict[str, Any] = {
-    "fits": [],
-    "sum_rank": {},
-    "warnings": [],
-    "sensitivity": {},
-    "timings": {},
-    "channels": [],
+    **{name: [] for name in ("fits", "warnings", "channels")},
+    **{name: {} for name in ("sum_rank", "sensitivity", "timings")},
 }
 
 
@@ -44,17 +42,17 @@ def payload(
     """The study as the scripts of the page read it.
 
     Args:
-        study: What ``read_study`` gave.
+        study: The document of ``read_study``.
         folder: Where the pictures of cases are.
         figures: Names of the figures that were drawn, without their endings.
-        notes: Remarks to show at the end of the page.
+        notes: Notes to show at the end of the page.
     """
     cases, left_out = pack_cases(study)
     browser, remarks = embed_pictures(study.get("browser") or [], folder)
     if left_out:
         remarks.append(
-            f"Values per case of {left_out} combinations of metric and region are only in results.json, as this page "
-            "would become too large."
+            f"The values per case of {left_out} combinations of metric and region are only in results.json, to keep "
+            "this page small."
         )
     shift = study.get("shift") or []
     # The page shows shifted data beside the regions.
@@ -65,7 +63,7 @@ def payload(
         cases=cases,
         browser=browser,
         shift=[{name: each.get(name, []) for name in ("name", "summary", "differences")} for each in shift],
-        files=[[name, what] for name, what in _FILES if (folder / name).is_file() and _is_of(study, name)],
+        files=[[name, what] for name, what in _FILES if (folder / name).is_file() and _belongs_to(study, name)],
         figures=figures,
         notes=[*notes, *remarks],
     )
@@ -73,41 +71,34 @@ def payload(
     return rounded
 
 
-def _is_of(study: Mapping[str, Any], name: str) -> bool:
-    """A calibrator that an earlier study with another advice left here is not this one's."""
+def _belongs_to(study: Mapping[str, Any], name: str) -> bool:
+    """Whether a file belongs to this study: a calibrator may be left over from an earlier study in the folder."""
     return not name.endswith(".safetensors") or study["recommendation"].get("file") == name
 
 
 def pack_cases(study: Mapping[str, Any], *, most_bytes: int = MOST_CASE_BYTES) -> tuple[dict[str, Any], int]:
-    """Values of every case, mean over the repeats that tested it, as 16-bit codes; and how many blocks were left out.
+    """Values of every case (means over the repeats that tested it) as 16-bit codes, and how many blocks are left out.
 
     A block holds one metric in one region, methods x cases, little-endian: ``value = low + step * code``. 65535 is
-    undefined and 65534 infinite. Beyond ``most_bytes``, later regions go first.
+    undefined and 65534 infinite. Beyond ``most_bytes``, the last regions are left out first.
     """
     methods = [method["key"] for method in study["methods"]]
     ids = list(dict.fromkeys(name for split in study["splits"] for name in split["test"]))
     place = {name: index for index, name in enumerate(ids)}
-    row = {key: index for index, key in enumerate(methods)}
-    tested = [np.array([place[name] for name in split["test"]], np.intp) for split in study["splits"]]
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for entry in study["cases"]:
-        groups.setdefault((entry["region"], entry["metric"]), []).append(entry)
-    blocks: list[dict[str, Any]] = []
-    regions = list(dict.fromkeys(region for region, _ in groups))
-    order = sorted(groups, key=lambda name: regions.index(name[0]))
+    tested = [[place[name] for name in split["test"]] for split in study["splits"]]
+    regions = list(dict.fromkeys(entry["region"] for entry in study["cases"]))
+    columns: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for entry in sorted(study["cases"], key=lambda entry: regions.index(entry["region"])):
+        columns.setdefault((entry["region"], entry["metric"]), []).append(entry)
     fitting = max(1, int(most_bytes // max(1, 8 * len(methods) * len(ids) / 3)))
-    for region, metric in order[:fitting]:
-        total = np.zeros((len(methods), len(ids)))
-        count = np.zeros((len(methods), len(ids)))
-        for entry in groups[region, metric]:
-            values = np.array([number(value) for value in entry["values"]])
-            where = tested[entry["repeat"]]
-            defined = ~np.isnan(values)
-            np.add.at(total, (row[entry["method"]], where[defined]), values[defined])
-            np.add.at(count, (row[entry["method"]], where[defined]), 1)
-        mean = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
-        blocks.append({"region": region, "metric": metric, **_codes(mean)})
-    return {"methods": methods, "ids": ids, "blocks": blocks}, len(order) - len(blocks)
+    blocks = []
+    for (region, metric), entries in list(columns.items())[:fitting]:
+        values = np.full((len(tested), len(ids), len(methods)), np.nan)
+        for entry in entries:
+            repeat, method = entry["repeat"], methods.index(entry["method"])
+            values[repeat, tested[repeat], method] = [number(value) for value in entry["values"]]
+        blocks.append({"region": region, "metric": metric, **_codes(mean_over_repeats(values).T)})
+    return {"methods": methods, "ids": ids, "blocks": blocks}, len(columns) - len(blocks)
 
 
 def _codes(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def _codes(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
 
 
 def _reliability(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Means instead of sums: a few digits of them are enough to draw. A channel takes the place of a class."""
+    """Means instead of sums, with few digits. A channel takes the place of a class."""
     label = data["channel_names"].index(row["channel"]) if row.get("channel") else row["class"]
     count = [int(value) for value in row["count"]]
     mean = {
@@ -133,7 +124,7 @@ def _reliability(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, A
 
 
 def _rounded(value: Any) -> Any:
-    """Six significant digits, and null and texts where JSON has no number."""
+    """Six significant digits; null for NaN and a text for infinity."""
     if isinstance(value, float):
         if math.isnan(value):
             return None

@@ -1,7 +1,7 @@
 """``tune``: how strongly to regularise a calibrator, chosen on images it was not fitted to.
 
-The exact optimum of a rich map fits its calibration images better than the next ones. Shrinking it toward temperature
-scaling, by a strength chosen on other images, keeps what carries over.
+A rich map at its exact optimum overfits its calibration images. Shrinking it toward temperature scaling, by a strength
+chosen on other images, keeps what generalises.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,32 +29,33 @@ from segcal.fitting.first_pass import FirstPass
 from segcal.metrics import Measure, brier, ece, nll
 from segcal.parallel.threads import blas_threads
 from segcal.statistics import VoxelStatistics
+from segcal.study.settings import Select
 
-Select = Literal["nll", "ece", "brier"]
-Values = dict[Select, Measure]  # of one image
+#: The metrics of one image.
+Values = dict[Select, Measure]
 
-#: Shrinkages of the path, from temperature scaling itself to none.
+#: Shrinkages of the path, from infinite (temperature scaling itself) to none.
 STRENGTHS = (math.inf, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 _METRICS: dict[Select, Callable[[VoxelStatistics], Measure]] = {"nll": nll, "ece": ece, "brier": brier}
+# Folds of the cross-validation without validation images.
 _FOLDS = 5
-#: Voxels that the calibrators of a path are fitted to; the chosen one is then fitted to the usual number.
+#: Voxels that the calibrators of a path are fitted to. The chosen one is then fitted to the usual number.
 PATH_VOXELS = 100_000
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Arguments that were tried, and what they gave on images not fitted to: means over these images."""
+    """Arguments that were tried, and the mean metrics they gave on images that were not fitted to."""
 
     arguments: dict[str, Any]
     nll: float
     ece: float
     brier: float
-    channel: str = ""
-    """Of multi-label data."""
+    channel: str = ""  # of multi-label data
 
     @classmethod
     def of(cls, arguments: dict[str, Any], images: Sequence[Values]) -> Trial:
-        """From the values of every image."""
+        """Average the values of all images."""
         mean = {name: float(Measure.mean(own[name] for own in images)) for name in _METRICS}
         return cls(arguments, mean["nll"], mean["ece"], mean["brier"])
 
@@ -74,10 +75,10 @@ def tune(
     """A fitted calibrator with the hyperparameters that do best on validation images.
 
     Exact expert maps (``vs``, ``ms``, ``ms-c``, ``dc``, ``cdc``, ``cms-ap``, ``cms-op``) follow a path of falling
-    ``shrinkage`` toward the fitted temperature scaling, each solution being the start of the next. Without validation
-    images the strength is chosen by leaving out a fifth of the images at a time, and the map is then fitted to all.
-    Calibrators with a search space (``solver="adam"``, networks) take ``trials`` draws of Optuna's TPE sampler (extra
-    ``tune``). Those without hyperparameters are simply fitted. Each channel of multi-label data is tuned on its own.
+    ``shrinkage`` toward the fitted temperature scaling; each fit starts from the one before. Without validation images,
+    the strength is chosen by 5-fold cross-validation, and the map is then fitted to all images. Calibrators with a
+    search space (``solver="adam"``, networks) take ``trials`` draws of Optuna's TPE sampler (extra ``tune``). Those
+    without hyperparameters are simply fitted. Each channel of multi-label data is tuned on its own.
 
     ``select="nll"`` gives the best probabilities overall. ``"ece"`` gives the best top-label confidence, at some cost
     in NLL: rich maps lower the NLL of all classes while their top-label calibration may get worse. ``"brier"`` is in
@@ -85,15 +86,15 @@ def tune(
 
     Args:
         calibrator: A calibrator, whose other arguments are kept, or an id of ``segcal.CALIBRATORS``.
-        calibration: What to fit to.
-        validation: What to choose on.
-        select: The metric that is to be lowest in the mean over the validation images. Where strengths are within a
-            standard error of each other in ECE or Brier score, their NLL decides.
+        calibration: Images to fit to.
+        validation: Images to choose on.
+        select: The metric to minimise, a mean over the validation images. If strengths are within a standard error of
+            each other in ECE or Brier score, their NLL decides.
         strengths: The path; infinity is temperature scaling itself.
-        trials: Draws of the sampler.
-        voxels: ``"all"`` fits the calibrator with the strength chosen exactly, as in ``Calibrator.fit``; strengths are
-            always compared on a sample. Trials of the sampler are fitted so as well.
-        seed: Of samples, folds and the sampler.
+        trials: Number of draws of the sampler.
+        voxels: ``"all"`` makes the final fit exact, as in ``Calibrator.fit``, and every trial of the sampler.
+            Strengths of the path are always compared on a sample.
+        seed: Seed of the samples, the folds and the sampler.
         progress: Called with the name of every step.
 
     Returns:
@@ -115,85 +116,121 @@ def tune(
         calibrator = CALIBRATORS[calibrator]()
     if validation is not None:
         check_classes(validation, calibration, have="validation has", whose="calibration")
-    if calibration.channel_names is not None:
-        return _tune_channels(calibrator, calibration, validation, select, strengths, trials, seed, progress)
-    if isinstance(calibrator, ExpertCalibrator) and calibrator.solver == "exact":
-        return _follow_path(calibrator, calibration, validation, select, strengths, voxels, seed, progress)
-    if calibrator.search_space:
-        return _search(calibrator, calibration, validation, select, trials, voxels, seed, progress)
-    tuned = copy.deepcopy(calibrator).fit(calibration, validation=validation, voxels=voxels, seed=seed)
-    tuned.tuning = ()
-    return tuned
+    return _Tuning(calibrator, calibration, validation, select, strengths, trials, voxels, seed, progress).tuned()
 
 
-def _tune_channels(
-    calibrator: Calibrator,
-    calibration: CaseSet,
-    validation: CaseSet | None,
-    select: Select,
-    strengths: Sequence[float],
-    trials: int,
-    seed: int,
-    progress: Callable[[str], None],
-) -> Calibrator:
-    names = calibration.channel_names
-    assert names is not None
+@dataclass(frozen=True)
+class _Tuning:
+    """The arguments of ``tune``, checked."""
 
-    def tuned(index: int, own: CaseSet, chosen_on: CaseSet | None) -> Calibrator:
-        return tune(
-            calibrator.single(), own, chosen_on, select=select, strengths=strengths, trials=trials, seed=seed,
-            progress=lambda step: progress(f"{names[index]}: {step}"),
-        )  # fmt: skip
+    calibrator: Calibrator
+    calibration: CaseSet
+    validation: CaseSet | None
+    select: Select
+    strengths: Sequence[float]
+    trials: int
+    voxels: VoxelBudget
+    seed: int
+    progress: Callable[[str], None]
 
-    channels = for_each_channel(tuned, calibration, validation)
-    whole = calibrator.single().take_channels(names, channels)
-    whole.tuning = tuple(
-        replace(trial, channel=name) for name, own in zip(names, channels, strict=True) for trial in own.tuning
-    )
-    return whole
+    def tuned(self) -> Calibrator:
+        """Tune in the way that suits the calibrator."""
+        if self.calibration.channel_names is not None:
+            return self._channels(self.calibration.channel_names)
+        if isinstance(self.calibrator, ExpertCalibrator) and self.calibrator.solver == "exact":
+            return self._follow_path(self.calibrator)
+        if self.calibrator.search_space:
+            return self._search()
+        tuned = copy.deepcopy(self.calibrator)
+        tuned.fit(self.calibration, validation=self.validation, voxels=self.voxels, seed=self.seed)
+        tuned.tuning = ()
+        return tuned
 
+    def _channels(self, names: Sequence[str]) -> Calibrator:
+        """Tune each channel of multi-label data on its own."""
 
-def _follow_path(
-    calibrator: ExpertCalibrator,
-    calibration: CaseSet,
-    validation: CaseSet | None,
-    select: Select,
-    strengths: Sequence[float],
-    voxels: VoxelBudget,
-    seed: int,
-    progress: Callable[[str], None],
-) -> Calibrator:
-    if not strengths or not all(s >= 0 for s in strengths):
-        raise InputError(f"strengths are {tuple(strengths)}", expected="penalties, zero or more, at least one")
-    calibrator.check_size(calibration.num_classes)
-    falling = sorted(set(strengths), reverse=True)
-    if validation is not None:
-        parts = [(calibration, validation)]
-    else:
-        _check_two_groups(calibration)
-        parts = calibration.folds(min(_FOLDS, len(set(calibration.case_groups.values()))), seed=seed)
-    values: list[list[Values]] = [[] for _ in falling]
-    for number, (fitted_to, chosen_on) in enumerate(parts):
-        progress(f"path {number + 1} of {len(parts)}")
-        first = FirstPass.over(fitted_to, SAMPLE_VOXELS, seed)
-        path = _path(calibrator, first, fitted_to, falling)
-        for own, images in zip(values, _measure(path, chosen_on), strict=True):
-            own += images
-    tried = [Trial.of({"shrinkage": strength}, own) for strength, own in zip(falling, values, strict=True)]
-    best = _choose(values, select)
-    progress("fitting with the strength chosen")
-    tuned = type(calibrator)(**{**calibrator.arguments(), "shrinkage": falling[best]})
-    if voxels == "all":
-        tuned.fit(calibration, voxels="all", seed=seed)
-    else:
+        def tuned(index: int, own: CaseSet, chosen_on: CaseSet | None) -> Calibrator:
+            one = replace(self, calibrator=self.calibrator.single(), calibration=own, validation=chosen_on)
+            return replace(one, progress=lambda step: self.progress(f"{names[index]}: {step}")).tuned()
+
+        channels = for_each_channel(tuned, self.calibration, self.validation)
+        whole = self.calibrator.single().take_channels(names, channels)
+        whole.tuning = tuple(
+            replace(trial, channel=name) for name, own in zip(names, channels, strict=True) for trial in own.tuning
+        )
+        return whole
+
+    def _follow_path(self, calibrator: ExpertCalibrator) -> Calibrator:
+        """Fit with falling strengths, choose the best on other images, and fit with that strength."""
+        calibration, validation, select, seed = self.calibration, self.validation, self.select, self.seed
+        if not self.strengths or not all(s >= 0 for s in self.strengths):
+            raise InputError(f"strengths are {tuple(self.strengths)}", expected="penalties, zero or more, at least one")
+        calibrator.check_size(calibration.num_classes)
+        falling = sorted(set(self.strengths), reverse=True)
+        if validation is not None:
+            parts = [(calibration, validation)]
+        else:
+            _check_two_groups(calibration)
+            parts = calibration.folds(min(_FOLDS, len(set(calibration.case_groups.values()))), seed=seed)
+        values: list[list[Values]] = [[] for _ in falling]
+        for number, (fitted_to, chosen_on) in enumerate(parts):
+            self.progress(f"path {number + 1} of {len(parts)}")
+            first = FirstPass.over(fitted_to, SAMPLE_VOXELS, seed)
+            path = _path(calibrator, first, fitted_to, falling)
+            for own, images in zip(values, _measure(path, chosen_on), strict=True):
+                own += images
+        tried = [Trial.of({"shrinkage": strength}, own) for strength, own in zip(falling, values, strict=True)]
+        best = _choose(values, select)
+        self.progress("fitting with the strength chosen")
+        tuned = type(calibrator)(**{**calibrator.arguments(), "shrinkage": falling[best]})
+        if self.voxels == "all":
+            tuned.fit(calibration, voxels="all", seed=seed)
+        else:
+            if validation is None:
+                first = FirstPass.over(calibration, SAMPLE_VOXELS, seed)
+            with blas_threads(1):
+                tuned.fit_from(first, calibration, path[best])
+        chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
+        alike = "" if select == "nll" else f" among those of {select} within a standard error of the lowest"
+        note = f"of {len(tried)} tried, shrinkage {falling[best]:g} has the lowest nll{alike}, on {chosen_on_what}"
+        return _with_trials(tuned, tried, note)
+
+    def _search(self) -> Calibrator:
+        """Search hyperparameters with Optuna."""
+        try:
+            import optuna  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            raise SegcalError(
+                f"tuning '{self.calibrator.id}' needs optuna, which is not installed", fix="pip install 'segcal[tune]'"
+            ) from None
+        calibration, validation, select, seed = self.calibration, self.validation, self.select, self.seed
         if validation is None:
-            first = FirstPass.over(calibration, SAMPLE_VOXELS, seed)
-        with blas_threads(1):
-            tuned.fit_from(first, calibration, path[best])
-    chosen_on_what = "validation images" if validation is not None else f"{len(parts)} folds of left-out images"
-    alike = "" if select == "nll" else f" among those of {select} within a standard error of the lowest"
-    note = f"of {len(tried)} tried, shrinkage {falling[best]:g} has the lowest nll{alike}, on {chosen_on_what}"
-    return _with_trials(tuned, tried, note)
+            _check_two_groups(calibration)
+            calibration, validation, _ = calibration.split(0.8, 0.2, 0.0, seed=seed)
+        tried: list[Trial] = []
+        fitted: list[Calibrator] = []
+
+        def objective(trial: Any) -> float:
+            self.progress(f"trial {len(tried) + 1} of {self.trials}")
+            arguments = {name: values.suggest(trial, name) for name, values in self.calibrator.search_space.items()}
+            candidate = type(self.calibrator)(**{**self.calibrator.arguments(), **arguments})
+            candidate.fit(calibration, validation=validation, voxels=self.voxels, seed=seed)
+            tried.append(Trial.of(arguments, _measure([candidate], validation)[0]))
+            value: float = getattr(tried[-1], select)
+            if value <= min(getattr(trial, select) for trial in tried):
+                fitted[:] = [candidate]
+            return value
+
+        before = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            sampler = optuna.samplers.TPESampler(seed=seed)
+            optuna.create_study(sampler=sampler).optimize(objective, n_trials=self.trials)
+        finally:
+            optuna.logging.set_verbosity(before)
+        best = min(tried, key=lambda trial: getattr(trial, select))
+        chosen = ", ".join(f"{name} {value:.3g}" for name, value in best.arguments.items())
+        return _with_trials(fitted[0], tried, f"{chosen} has the lowest validation {select} of {len(tried)} trials")
 
 
 def _check_two_groups(cases: CaseSet) -> None:
@@ -203,10 +240,10 @@ def _check_two_groups(cases: CaseSet) -> None:
 
 
 def _choose(values: Sequence[Sequence[Values]], select: Select) -> int:
-    """Which strength, from the values of all images at each.
+    """The index of the best strength, from the values of all images at each strength.
 
-    ECE and Brier score see little of what a richer map gains, so that many strengths are alike to them: of those whose
-    excess over the lowest mean is within its own standard error (paired by image), the one with the lowest NLL.
+    ECE and Brier score differ little between strengths. So all strengths count as equal whose excess over the lowest
+    mean is within its own standard error (paired by image), and the one of them with the lowest NLL wins.
     """
     table = {name: np.array([[own[name] for own in images] for images in values]) for name in ("nll", select)}
     if np.isnan(table["nll"]).all():
@@ -221,7 +258,7 @@ def _choose(values: Sequence[Sequence[Values]], select: Select) -> int:
 def _path(
     calibrator: ExpertCalibrator, first: FirstPass, cases: CaseSet, strengths: Sequence[float]
 ) -> list[ExpertCalibrator]:
-    """Fitted calibrators, one for each strength, all to the same part of the sample: enough to compare strengths."""
+    """Calibrators fitted with each strength to the same part of the sample, which is enough to compare them."""
     part = replace(first, sample=first.sample.thin(PATH_VOXELS)) if len(first.sample) > PATH_VOXELS else first
     path: list[ExpertCalibrator] = []
     with blas_threads(1):
@@ -232,7 +269,7 @@ def _path(
 
 
 def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Values]]:
-    """For each calibrator, the values of every case, as evaluation finds them. The cases are read once."""
+    """For each calibrator, the metrics of every case. The cases are read once."""
     plan, threads = Plan.make(tuple(_METRICS)), torch.get_num_threads()
     found: list[list[Values]] = [[] for _ in calibrators]
     for case in cases:
@@ -249,51 +286,6 @@ def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Val
             values.append({name: metric(statistics) for name, metric in _METRICS.items()})
         del case
     return found
-
-
-def _search(
-    calibrator: Calibrator,
-    calibration: CaseSet,
-    validation: CaseSet | None,
-    select: Select,
-    trials: int,
-    voxels: VoxelBudget,
-    seed: int,
-    progress: Callable[[str], None],
-) -> Calibrator:
-    try:
-        import optuna  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise SegcalError(
-            f"tuning '{calibrator.id}' needs optuna, which is not installed", fix="pip install 'segcal[tune]'"
-        ) from None
-    if validation is None:
-        _check_two_groups(calibration)
-        split = calibration.split(0.8, 0.2, 0.0, seed=seed)
-        calibration, validation = split.calibration, split.validation
-    tried: list[Trial] = []
-    fitted: list[Calibrator] = []
-
-    def objective(trial: Any) -> float:
-        progress(f"trial {len(tried) + 1} of {trials}")
-        arguments = {name: values.suggest(trial, name) for name, values in calibrator.search_space.items()}
-        candidate = type(calibrator)(**{**calibrator.arguments(), **arguments})
-        candidate.fit(calibration, validation=validation, voxels=voxels, seed=seed)
-        tried.append(Trial.of(arguments, _measure([candidate], validation)[0]))
-        value: float = getattr(tried[-1], select)
-        if value <= min(getattr(trial, select) for trial in tried):
-            fitted[:] = [candidate]
-        return value
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed)).optimize(objective, n_trials=trials)
-    finally:
-        optuna.logging.set_verbosity(before)
-    best = min(tried, key=lambda trial: getattr(trial, select))
-    chosen = ", ".join(f"{name} {value:.3g}" for name, value in best.arguments.items())
-    return _with_trials(fitted[0], tried, f"{chosen} has the lowest validation {select} of {len(tried)} trials")
 
 
 def _with_trials(calibrator: Calibrator, tried: Sequence[Trial], note: str) -> Calibrator:

@@ -56,8 +56,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
         "methods": [{**row, "same_as": same.get(row["key"])} for row in methods],
         "splits": [{name: list(part.ids) for name, part in split._asdict().items()} for split in splits],
         "fits": _fit_rows(run, validation),
-        "cases": _case_rows(run, test, columns),
-        "pooled": _pooled_rows(test, columns),
+        **_value_rows(run, test, columns),
         "summary": summary(table, test, settings.seed),
         "differences": differences(table, settings.seed),
         **rankings(table.part(columns)),
@@ -108,27 +107,19 @@ def _fit_rows(run: Run, validation: Repeats) -> list[Row]:
     return rows
 
 
-def _case_rows(run: Run, test: Repeats, columns: Columns) -> list[Row]:
-    rows = []
+def _value_rows(run: Run, test: Repeats, columns: Columns) -> dict[str, list[Row]]:
+    """The values of every test case, and the pooled ones."""
+    cases, pooled = [], []
     for repeat, (split, found) in enumerate(zip(run.splits, test, strict=True)):
         for key, evaluation in found.items():
             for metric, region in columns:
+                row = {"method": key, "repeat": repeat, "region": region, "metric": metric}
                 values = evaluation.values(metric, region)
-                of_cases = [values[case] for case in split.test.ids]
-                rows.append({"method": key, "repeat": repeat, "region": region, "metric": metric, "values": of_cases})
-    return rows
-
-
-def _pooled_rows(test: Repeats, columns: Columns) -> list[Row]:
-    rows = []
-    for repeat, found in enumerate(test):
-        for key, evaluation in found.items():
-            for metric, region in columns:
+                cases.append({**row, "values": [values[case] for case in split.test.ids]})
                 value, count = evaluation.pooled(metric, region)
                 if count:
-                    row = {"method": key, "repeat": repeat, "region": region, "metric": metric}
-                    rows.append({**row, "value": value, "count": count})
-    return rows
+                    pooled.append({**row, "value": value, "count": count})
+    return {"cases": cases, "pooled": pooled}
 
 
 def _shift(run: Run, same: Mapping[str, str]) -> tuple[list[Row], list[Shift], list[str]]:

@@ -19,14 +19,12 @@ _ARROWS = {"lower": r" $\downarrow$", "higher": r" $\uparrow$", "zero": r" $\to 
 def csv_text(document: Mapping[str, Any]) -> str:
     """Method, region, metric, mean, interval, number of cases and pooled value.
 
-    Of multi-label data also the channel; rows without one are means over channels.
+    For multi-label data also the channel; rows without one are means over the channels.
     """
-    text = io.StringIO(newline="")
-    columns = ["method", "region", "metric", "mean", "low", "high", "n", "pooled"]
     channels = document.get("channels") or ()
-    writer = csv.DictWriter(
-        text, [*columns, "channel"] if channels else columns, extrasaction="ignore", lineterminator="\n"
-    )
+    columns = ["method", "region", "metric", "mean", "low", "high", "n", "pooled", *(["channel"] if channels else [])]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(document["summary"])
     writer.writerows({**row, "channel": channel["name"]} for channel in channels for row in channel["summary"])
@@ -34,7 +32,7 @@ def csv_text(document: Mapping[str, Any]) -> str:
 
 
 def latex_text(document: Mapping[str, Any]) -> str:
-    """A ``booktabs`` table for each region; mean over cases, the best of each column in bold."""
+    """A ``booktabs`` table for each region: means over cases, the best of each column in bold."""
     metrics = {metric["id"]: metric for metric in document["metrics"]}
     regions = dict.fromkeys(row["region"] for row in document["summary"])
     tables = [
@@ -45,18 +43,14 @@ def latex_text(document: Mapping[str, Any]) -> str:
 
 def _table(region: str, rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(row["metric"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    shown = {(row["method"], row["metric"]): _shown(row["mean"]) for row in rows}
     best = {metric: _best([row for row in rows if row["metric"] == metric], metrics[metric]) for metric in columns}
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        text = _shown(row["mean"])
+        cell = rf"\textbf{{{text}}}" if text == best[row["metric"]] else text
+        lines.setdefault(escape_latex(row["method"]), []).append(cell)
     heads = [escape_latex(metrics[metric]["name"]) + _ARROWS[metrics[metric]["better"]] for metric in columns]
-    lines = [" & ".join(["Method", *heads]) + r" \\"]
-    for method in methods:
-        cells = [
-            rf"\textbf{{{shown[method, metric]}}}" if shown[method, metric] == best[metric] else shown[method, metric]
-            for metric in columns
-        ]
-        lines.append(" & ".join([escape_latex(method), *cells]) + r" \\")
-    head, *body = lines
+    head, *body = (" & ".join([name, *cells]) + r" \\" for name, cells in {"Method": heads, **lines}.items())
     return "\n".join(
         [
             r"\begin{table}",
@@ -76,22 +70,18 @@ def _table(region: str, rows: Sequence[Mapping[str, Any]], metrics: Mapping[str,
 
 
 def _best(rows: Sequence[Mapping[str, Any]], metric: Mapping[str, Any]) -> str | None:
-    """The best value as it is shown, so that all that are shown alike are bold."""
-    sign = {"lower": 1, "higher": -1, "zero": 1, "neither": 0}[metric["better"]]
+    """The best value as it is shown, so that all values shown alike are bold."""
     values = [row["mean"] for row in rows if isinstance(row["mean"], float)]
-    if not values or not sign:
+    if not values or metric["better"] == "neither":
         return None
-    return _shown(min(values, key=abs) if metric["better"] == "zero" else sign * min(sign * value for value in values))
+    loss = {"lower": lambda value: value, "higher": lambda value: -value, "zero": abs}[metric["better"]]
+    return _shown(min(values, key=loss))
 
 
 def _shown(value: Any) -> str:
-    return (
-        "--"
-        if value is None
-        else f"{value:.4f}"
-        if isinstance(value, float)
-        else str(value).replace("inf", r"$\infty$")
-    )
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "--" if value is None else str(value).replace("inf", r"$\infty$")
 
 
 def escape_latex(text: str) -> str:
