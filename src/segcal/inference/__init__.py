@@ -1,12 +1,13 @@
 """Statistics of studies: bootstrap intervals, tests of pairs, ranks. Arrays in, numbers out; needs no torch.
 
-Axes come in one order, ``(repeats, cases, methods, metrics)``, and a function names those of them that it takes. NaN is
-no value: a case that a repeat did not test, a metric undefined in a case, a method that failed. It is left out, results
-say how many values stayed, and a result of no values is NaN. Infinities (a surface distance to a class that is not
-there) are values: they make means infinite, rank at the end, and two equal ones differ by 0. ``groups`` are names of
-what cases belong to (patients), where cases of one are not independent. Nothing here warns.
+Axes have one order, ``(repeats, cases, methods, metrics)``; each function names those that it takes. NaN means missing:
+a case that a repeat did not test, a metric undefined in a case, a method that failed. Missing values are left out,
+results say how many values there were, and the result of no values is NaN. Infinities (the surface distance to a
+missing class) are values: they make means infinite, rank last, and two equal ones differ by 0. ``groups`` names what
+each case belongs to (its patient), if the cases of one group are not independent. Nothing here warns.
 
-``scipy.stats`` takes half a second to import and every import of segcal comes by here: it is imported where used.
+``scipy.stats`` takes half a second to import, and every import of segcal imports this package. So functions that need
+it import it themselves.
 """
 
 from __future__ import annotations

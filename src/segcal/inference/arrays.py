@@ -1,4 +1,4 @@
-"""What all of inference does with arrays: check them, subtract them, average them around NaN."""
+"""What all of inference does with arrays: check them, subtract them, average them without NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IntArray = NDArray[np.int64]
 
 
 def checked(values: ArrayLike, name: str, axes: tuple[str, ...], *, trailing: bool = False) -> FloatArray:
-    """``values`` as float64 with the named axes, none of them empty; more axes may follow where ``trailing``."""
+    """``values`` as float64 with the named axes, none of them empty; with ``trailing``, more axes may follow."""
     expected = f"numbers of shape ({', '.join((*axes, '...') if trailing else axes)})"
     try:
         array = np.asarray(values)
@@ -28,14 +28,14 @@ def checked(values: ArrayLike, name: str, axes: tuple[str, ...], *, trailing: bo
 
 
 def checked_index(index: int, name: str, length: int, of: str) -> int:
-    """``index`` if it is one of ``length`` things."""
+    """``index``, if it is in range."""
     if not 0 <= index < length:
         raise InputError(f"{name} is {index}", expected=f"the index of one of {length} {of}, 0 to {length - 1}")
     return index
 
 
 def checked_groups(groups: ArrayLike | None, cases: int) -> IntArray:
-    """The number of every case's group, counted as they appear; without groups every case is its own."""
+    """The number of every case's group, in order of appearance; without groups, every case is its own group."""
     if groups is None:
         return np.arange(cases)
     names = np.asarray(groups)
@@ -51,19 +51,19 @@ def checked_groups(groups: ArrayLike | None, cases: int) -> IntArray:
 def sum_by_group(values: FloatArray, groups: IntArray) -> FloatArray:
     """Sums over the cases of each group: ``(cases, ...)`` to ``(groups, ...)``."""
     total = np.zeros((int(groups.max(initial=-1)) + 1, *values.shape[1:]))
-    with np.errstate(invalid="ignore"):  # of opposite infinities
+    with np.errstate(invalid="ignore"):  # opposite infinities
         np.add.at(total, groups, values)
     return total
 
 
 def mean_by_group(values: FloatArray, groups: IntArray) -> FloatArray:
-    """Means over the cases of each group that are not NaN, ``(cases, ...)`` to ``(groups, ...)``; NaN for none."""
+    """Means of the values of each group that are not NaN, ``(cases, ...)`` to ``(groups, ...)``; NaN for none."""
     there = ~np.isnan(values)
     return ratio(sum_by_group(np.where(there, values, 0.0), groups), sum_by_group(there.astype(float), groups))
 
 
 def difference(first: FloatArray, second: FloatArray) -> FloatArray:
-    """``first - second``, where equal infinities differ by 0."""
+    """``first - second``; equal infinities differ by 0."""
     with np.errstate(invalid="ignore"):
         return np.where(first == second, 0.0, first - second)
 
@@ -71,7 +71,7 @@ def difference(first: FloatArray, second: FloatArray) -> FloatArray:
 def mean(values: FloatArray, axis: int | tuple[int, ...]) -> tuple[FloatArray, IntArray]:
     """Mean and number of the values that are not NaN; the mean of none is NaN."""
     count = np.asarray(np.sum(~np.isnan(values), axis=axis, dtype=np.int64))
-    with np.errstate(invalid="ignore"):  # of opposite infinities
+    with np.errstate(invalid="ignore"):  # opposite infinities
         return ratio(np.nansum(values, axis=axis), count), count
 
 

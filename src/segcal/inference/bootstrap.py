@@ -1,10 +1,10 @@
 """Bootstrap intervals of means over cases and repeats, and of paired differences between methods.
 
-Cases of one group (one patient's scans) are not independent: groups are resampled with all their cases, and what is
-estimated stays the mean over cases. Where every case is its own group, that is the bootstrap over cases.
+Cases of one group (one patient's scans) are not independent. So groups are resampled, each with all its cases; the
+estimate is still the mean over cases. If every case is its own group, this is the bootstrap over cases.
 
-Resampling n of n things is drawing their multiplicities. So one table of weights, a row for every replicate, serves all
-methods and metrics at once: their replicates come from the same draws, and a matrix product takes the means.
+Resampling n of n things means drawing how often each occurs. So one table of weights, a row for every replicate, serves
+all methods and metrics at once, and a matrix product gives the means. All replicates come from the same draws.
 """
 
 from __future__ import annotations
@@ -18,21 +18,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from segcal.errors import InputError, check_seed, check_whole
-from segcal.inference.arrays import (
-    FloatArray,
-    IntArray,
-    checked,
-    checked_groups,
-    checked_index,
-    difference,
-    mean,
-    ratio,
-    sum_by_group,
-)
+from segcal.inference import arrays
+from segcal.inference.arrays import FloatArray, IntArray, checked, checked_groups
 
-#: With fewer groups than this, a bootstrap over groups gives intervals that are clearly too narrow.
+#: With fewer groups, bootstrap intervals are clearly too narrow.
 FEW_GROUPS = 8
-_CHUNK = 2**21  # weights drawn at a time, which take three copies of 16 MB
+# Weights drawn at a time; they take three copies of 16 MB.
+_CHUNK = 2**21
 
 
 @dataclass(frozen=True)
@@ -41,11 +33,11 @@ class Interval:
 
     Attributes:
         estimate: Mean of all values that are not NaN.
-        low: Lower end of the percentile interval; NaN where fewer than two groups have a value.
+        low: Lower end of the percentile interval; NaN if fewer than two groups have a value.
         high: Upper end.
         count: Number of values in the mean.
-        groups: Number of groups that these are of, over all repeats; cases, where no groups are given.
-        means: The mean of every replicate, ``(replicates, ...)``, where asked for.
+        groups: Number of groups with values, over all repeats; without groups, of cases.
+        means: The mean of every replicate, ``(replicates, ...)``, if asked for.
     """
 
     estimate: FloatArray
@@ -56,23 +48,15 @@ class Interval:
     means: FloatArray | None = None
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """Methods minus the baseline, case by case; arrays ``(methods, ...)``.
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference(Interval):
+    """The interval of methods minus the baseline, paired by case; arrays ``(methods, ...)``.
 
     Attributes:
-        estimate: Mean difference over the cases that both have.
-        low: Lower end of its percentile interval; NaN where fewer than two groups have a pair.
-        high: Upper end.
-        count: Number of pairs in the mean.
         above: Share of replicates with a positive mean difference.
         p: Two-sided bootstrap p-value of no difference; never below ``2 / (replicates + 1)``.
     """
 
-    estimate: FloatArray
-    low: FloatArray
-    high: FloatArray
-    count: IntArray
     above: FloatArray
     p: FloatArray
 
@@ -97,22 +81,23 @@ def hierarchical_bootstrap(
     and Tibshirani, An Introduction to the Bootstrap, 1994, chapter 13; the two levels are those of Kirscher et al.,
     section 4.1). All entries of the trailing shape share the draws, so replicates may be subtracted from one another.
 
-    A case is tested in a repeat if any entry is not NaN there; a repeat that tests no case is none. Replicates in which
-    an entry has no value drop out of that entry's interval. With one repeat this is the bootstrap over cases.
+    A case is tested in a repeat if any entry is not NaN there; repeats that test no case are ignored. Replicates in
+    which an entry has no value do not count for that entry's interval. With one repeat this is the bootstrap over
+    cases.
 
-    The cases of different repeats are taken to be different ones. Where repeats test the *same* cases, the luck of the
-    cases does not average out over the repeats as the interval believes, and it is up to sqrt(R) too narrow: simulated
-    95% intervals of R = 3 repeats held the mean of all possible cases in 73% (all cases shared) or 87% (each repeat
-    tests a random half) of the studies, those of ``mean_over_repeats(values)[None]`` in 95%. Where the repeats
-    themselves differ much, three of them say little about it: 79%.
+    The cases of different repeats are assumed to be different. If repeats test the *same* cases, the interval is up to
+    sqrt(R) too narrow, as the variation between cases does not average out over the repeats. In simulations with R = 3,
+    95% intervals held the mean of all possible cases in 73% (all cases shared) or 87% (each repeat tests a random half)
+    of the studies, those of ``mean_over_repeats(values)[None]`` in 95%. If the repeats themselves differ much, three of
+    them say little about that: 79%.
 
     Args:
         values: ``(repeats, cases, ...)``, NaN where there is no value.
-        groups: ``(cases,)``, names or numbers of the groups that cases belong to; None where each is its own. With
+        groups: ``(cases,)``, names or numbers of the groups that cases belong to; None if each case is its own. With
             fewer than ``FEW_GROUPS`` the interval is too narrow.
-        replicates: How many to draw.
+        replicates: The number of replicates.
         level: Coverage of the interval.
-        seed: Of the draws, which depend on nothing else but which cases were tested.
+        seed: Seed of the draws, which otherwise depend only on which cases were tested.
         keep_means: Also return the mean of every replicate.
 
     Examples:
@@ -127,7 +112,7 @@ def hierarchical_bootstrap(
     if not 0 < level < 1:
         raise InputError(f"level is {level}", expected="between 0 and 1, for example 0.95")
     group = checked_groups(groups, array.shape[1])
-    estimate, count = mean(array, axis=(0, 1))
+    estimate, count = arrays.mean(array, axis=(0, 1))
     units = _Units.of(array.reshape(*array.shape[:2], -1), group)
     means = units.replicate_means(replicates, seed).reshape(replicates, *count.shape)
     held = np.sum(units.counts > 0, axis=0, dtype=np.int64).reshape(count.shape)
@@ -146,22 +131,22 @@ def paired_difference(
 ) -> PairedDifference:
     """Every method minus a baseline on the same cases, with ``hierarchical_bootstrap`` intervals and p-values.
 
-    A pair needs both values; what the cases have in common cancels before anything is averaged. With B replicates in
-    which both are defined, of the mean difference d*,
+    A pair needs both values; the difficulty of a case cancels before anything is averaged. With B replicates of the
+    mean difference d* in which both are defined,
 
         p = min(1, 2 (1 + min(#{d* <= 0}, #{d* >= 0})) / (B + 1))
 
-    which asks at what level the percentile interval would just reach 0, and counts the data as one more replicate as
-    Davison and Hinkley do (Bootstrap Methods and their Application, 1997, chapter 4). The baseline against itself gives
-    0 and p = 1.
+    which is the level at which the percentile interval would just reach 0, with the data counted as one more replicate
+    (Davison and Hinkley, Bootstrap Methods and their Application, 1997, chapter 4). The baseline against itself gives 0
+    and p = 1.
 
     Args:
         values: ``(repeats, cases, methods, ...)``, NaN where there is no value.
         baseline: Index of the method to subtract.
         groups: ``(cases,)``, the groups that cases belong to.
-        replicates: How many to draw.
+        replicates: The number of replicates.
         level: Coverage of the intervals.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Examples:
         >>> ece = np.array([[[0.20, 0.11], [0.25, 0.14], [0.22, 0.15], [0.30, 0.19]]])
@@ -170,8 +155,8 @@ def paired_difference(
         '-0.095 [-0.110, -0.080], p = 0.001'
     """
     array = checked(values, "values", ("repeats", "cases", "methods"), trailing=True)
-    index = checked_index(baseline, "baseline", array.shape[2], "methods")
-    paired = difference(array, array[:, :, index : index + 1])
+    index = arrays.checked_index(baseline, "baseline", array.shape[2], "methods")
+    paired = arrays.difference(array, array[:, :, index : index + 1])
     result = hierarchical_bootstrap(
         paired, groups=groups, replicates=replicates, level=level, seed=seed, keep_means=True
     )
@@ -182,14 +167,8 @@ def paired_difference(
     )
     p = np.minimum(1.0, 2 * (1 + np.minimum(not_above, not_below)) / (defined + 1))
     enough = result.groups >= 2
-    return PairedDifference(
-        result.estimate,
-        result.low,
-        result.high,
-        result.count,
-        above=np.where(enough, ratio(above, defined), np.nan),
-        p=np.where(enough, p, np.nan),
-    )
+    above = np.where(enough, arrays.ratio(above, defined), np.nan)
+    return PairedDifference(**{**vars(result), "means": None}, above=above, p=np.where(enough, p, np.nan))
 
 
 def bootstrap_interval(
@@ -200,7 +179,7 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean over cases, by groups where there are; NaN for fewer than two.
+    """Percentile bootstrap interval of the mean over cases, by groups if given; NaN for fewer than two.
 
     Examples:
         >>> low, high = bootstrap_interval([0.1, 0.2, 0.3, 0.4])
@@ -214,12 +193,12 @@ def bootstrap_interval(
 
 
 def standard_error(values: Sequence[float], *, groups: Sequence[str] | None = None) -> float:
-    """Standard error of the mean over cases, of which those of one group are not independent.
+    """Standard error of the mean over cases; cases of one group are not independent.
 
         se^2 = G / (G - 1) sum_g (sum_{c in g} (x_c - m))^2 / n^2,
 
-    with the mean m of n values in G groups (Cameron and Miller, J. Human Resources 50, 2015); where every case is its
-    own group this is the textbook's s / sqrt(n). NaN for fewer than two groups, and where a value is infinite.
+    with the mean m of n values in G groups (Cameron and Miller, J. Human Resources 50, 2015). If every case is its own
+    group, this is the usual s / sqrt(n). NaN for fewer than two groups, and if a value is infinite.
 
     Examples:
         >>> round(standard_error([1.0, 2.0, 3.0]), 6), round(standard_error([1.0, 2.0, 3.0], groups=["a", "b", "b"]), 6)
@@ -232,27 +211,27 @@ def standard_error(values: Sequence[float], *, groups: Sequence[str] | None = No
     count = len(np.unique(group))
     if count < 2 or not np.isfinite(array).all():
         return math.nan
-    sums = sum_by_group(array - array.mean(), group)
+    sums = arrays.sum_by_group(array - array.mean(), group)
     return math.sqrt(count / (count - 1) * float(np.sum(sums**2))) / len(array)
 
 
 def mean_over_repeats(values: ArrayLike) -> FloatArray:
     """One value per case, the mean over the repeats that have one: ``(repeats, cases, ...)`` to ``(cases, ...)``.
 
-    Tests and ranks take cases as independent, which the same case in two repeats is not: average first.
+    Average before testing or ranking: both assume independent cases, and the same case in two repeats is not.
 
     Examples:
         >>> mean_over_repeats([[0.1, np.nan, np.nan], [0.3, 0.4, np.nan]])
         array([0.2, 0.4, nan])
     """
-    return mean(checked(values, "values", ("repeats", "cases"), trailing=True), axis=0)[0]
+    return arrays.mean(checked(values, "values", ("repeats", "cases"), trailing=True), axis=0)[0]
 
 
 class _Units(NamedTuple):
-    """What is resampled, repeat after repeat: groups of tested cases, ``(units, entries)`` each.
+    """What is resampled: the groups of tested cases, repeat after repeat. All arrays are ``(units, entries)``.
 
-    ``sizes`` are the units of every repeat, ``sums`` are of the finite values, ``counts`` of those that are not NaN,
-    ``infinite`` how many are +inf and -inf.
+    ``sizes`` has the number of units of every repeat, ``sums`` the sums of the finite values, ``counts`` the number of
+    values that are not NaN, ``infinite`` how many of them are +inf and -inf.
     """
 
     sizes: list[int]
@@ -272,7 +251,7 @@ class _Units(NamedTuple):
         found = values[tested]  # (tested cases of all repeats, entries), repeat after repeat
         finite, above, below = np.isfinite(found), found == np.inf, found == -np.inf
         parts = (np.where(finite, found, 0.0), ~np.isnan(found), above, below)
-        sums, counts, *infinite = (sum_by_group(part.astype(np.float64), unit) for part in parts)
+        sums, counts, *infinite = (arrays.sum_by_group(part.astype(np.float64), unit) for part in parts)
         return cls(sizes, sums, counts, (infinite[0], infinite[1]))
 
     def replicate_means(self, replicates: int, seed: int) -> FloatArray:
@@ -282,26 +261,26 @@ class _Units(NamedTuple):
             return means
         random = np.random.default_rng(seed)
         repeats = random.multinomial(len(self.sizes), np.full(len(self.sizes), 1 / len(self.sizes)), replicates)
-        # The chunks must not depend on the number of entries, or one more method would change the draws of the others.
+        # The chunks must not depend on the number of entries, or one more method would change the draws of all.
         step = max(1, _CHUNK // len(self.sums))
         for start in range(0, replicates, step):
             chosen = repeats[start : start + step]
-            # k_r draws of n_r units each are k_r n_r draws of a unit.
+            # k_r times n_r draws of a unit.
             draws = [
                 random.multinomial(chosen[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(self.sizes)
             ]
             weights = np.concatenate(draws, axis=1, dtype=np.float64)
             total = weights @ self.sums
             for sign, infinite in zip((1, -1), self.infinite, strict=True):
-                if infinite.any():  # 0 times infinity is NaN in a product, but not drawn is not there.
+                if infinite.any():  # In a product, 0 times infinity would be NaN.
                     with np.errstate(invalid="ignore"):
                         total += np.where(weights @ infinite > 0, sign * np.inf, 0.0)
-            means[start : start + step] = ratio(total, weights @ self.counts)
+            means[start : start + step] = arrays.ratio(total, weights @ self.counts)
         return means
 
 
 def _quantile(means: FloatArray, probability: float) -> FloatArray:
-    """Quantile over axis 0, interpolated as numpy does, of what is not NaN; infinities next to each other allowed."""
+    """Quantile over axis 0 without NaN, interpolated as numpy does, but correct between equal infinities."""
     ordered = np.sort(means, axis=0)  # NaN last
     last = np.maximum(np.sum(~np.isnan(means), axis=0) - 1, 0)
     position = probability * last

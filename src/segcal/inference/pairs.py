@@ -1,4 +1,4 @@
-"""Is one method better than another? Rank tests of pairs, adjusted for how many were made."""
+"""Is one method better than another? Rank tests of pairs, adjusted for their number."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
 from segcal.errors import InputError
-from segcal.inference.arrays import (
-    FloatArray,
-    IntArray,
-    checked,
-    checked_groups,
-    checked_index,
-    difference,
-    mean_by_group,
-)
+from segcal.inference import arrays
+from segcal.inference.arrays import FloatArray, IntArray, checked, checked_groups, mean_by_group
 
-_EXACT = 50  # pairs up to which the signed-rank distribution is counted out; 2^50 is an exact float64
+# Up to this many pairs, the signed-rank distribution is enumerated; 2^50 is exact in float64.
+_EXACT = 50
+# Cases, difference, effect and p of a pair.
+_Outcome = tuple[int, float, float, float]
+_UNDEFINED = (0, np.nan, np.nan, np.nan)
 
 
 class PairTest(NamedTuple):
     """``first`` against ``second``, the indices of two methods.
 
-    ``cases`` are the pairs that were compared, of groups where there are (Mann-Whitney: the smaller sample);
-    ``difference`` is the median of the paired differences first - second (Mann-Whitney: the difference of the
-    medians); ``effect`` the rank-biserial correlation, from -1 (first always lower) to 1 (first always higher), so
-    that (1 + effect) / 2 is A12 for Mann-Whitney; ``p`` the two-sided p-value and ``adjusted`` the same after
-    Benjamini-Hochberg over all pairs.
+    ``cases`` is the number of pairs compared, of groups if given (Mann-Whitney: the smaller sample). ``difference`` is
+    the median of the paired differences first - second (Mann-Whitney: the difference of the medians). ``effect`` is the
+    rank-biserial correlation, from -1 (first always lower) to 1 (first always higher); for Mann-Whitney,
+    (1 + effect) / 2 is A12. ``p`` is the two-sided p-value, and ``adjusted`` the same after Benjamini-Hochberg over all
+    pairs.
     """
 
     first: int
@@ -42,16 +39,6 @@ class PairTest(NamedTuple):
     adjusted: float
 
 
-class _Outcome(NamedTuple):
-    cases: int
-    difference: float
-    effect: float
-    p: float
-
-
-_UNDEFINED = _Outcome(0, np.nan, np.nan, np.nan)
-
-
 def compare_pairs(
     values: ArrayLike,
     *,
@@ -61,29 +48,29 @@ def compare_pairs(
 ) -> list[PairTest]:
     """Test all pairs of methods, or all others against a baseline, and adjust the p-values for their number.
 
-    ``wilcoxon`` is the signed-rank test and the right one for methods on the same cases: differences of 0 are left out,
-    the rest ranked by size with mean ranks for ties, and
+    ``wilcoxon`` is the signed-rank test, the right one for methods on the same cases. Differences of 0 are left out,
+    the rest are ranked by size with mean ranks for ties, and
 
         effect = (W+ - W-) / (W+ + W-),
 
-    W+ and W- being the rank sums of the positive and negative differences (Wilcoxon, Biometrics Bulletin 1, 1945;
-    Kerby, Comprehensive Psychology 3, 2014). Up to 50 differences p is counted out over all signs, ties included;
-    beyond, it is the normal approximation. ``mann-whitney`` treats the methods as independent samples, as Ding et al.
-    (2021) do, which is what different cases need and wastes the pairing of equal ones:
+    with W+ and W- the rank sums of the positive and negative differences (Wilcoxon, Biometrics Bulletin 1, 1945;
+    Kerby, Comprehensive Psychology 3, 2014). Up to 50 differences, p is exact, ties included; beyond, it is the normal
+    approximation. ``mann-whitney`` treats the methods as independent samples, as Ding et al. (2021) do. It suits
+    methods on different cases; on the same cases it ignores the pairing:
 
         effect = 2 U / (n m) - 1,    U = #{x > y} + #{x = y} / 2
 
     (Mann and Whitney, Annals of Mathematical Statistics 18, 1947; Vargha and Delaney, J. Educ. Behav. Stat. 25, 2000).
 
-    With ``groups``, whose cases are not independent, the tests are of group means: of the differences (Wilcoxon), or of
-    each method (Mann-Whitney).
+    With ``groups``, whose cases are not independent, the tests compare group means: of the differences (Wilcoxon), or
+    of each method (Mann-Whitney).
 
-    Where nothing differs, effect is 0 and p is 1. A method without values has no cases, NaN, and no part in the
+    If nothing differs, effect is 0 and p is 1. A method without values has 0 cases and NaN, and does not count in the
     adjustment.
 
     Args:
         values: ``(cases, methods)``, NaN where there is no value; several repeats go through ``mean_over_repeats``.
-        groups: ``(cases,)``, the groups that cases belong to; None where each is its own.
+        groups: ``(cases,)``, the groups that cases belong to; None if each case is its own.
         test: Which test.
         baseline: Index of the method that all others (``first``) are compared with (``second``); None for all pairs.
 
@@ -101,10 +88,10 @@ def compare_pairs(
     if baseline is None:
         pairs = list(combinations(methods, 2))
     else:
-        checked_index(baseline, "baseline", len(methods), "methods")
+        arrays.checked_index(baseline, "baseline", len(methods), "methods")
         pairs = [(method, baseline) for method in methods if method != baseline]
     outcomes = [tests[test](array[:, first], array[:, second], group) for first, second in pairs]
-    adjusted = benjamini_hochberg([outcome.p for outcome in outcomes])
+    adjusted = benjamini_hochberg([outcome[-1] for outcome in outcomes])
     rows = zip(pairs, outcomes, adjusted.tolist(), strict=True)
     return [PairTest(first, second, *outcome, q) for (first, second), outcome, q in rows]
 
@@ -113,8 +100,8 @@ def benjamini_hochberg(p: ArrayLike) -> FloatArray:
     """P-values adjusted so that rejecting those up to alpha keeps the false discovery rate at alpha.
 
     With the m p-values in rising order, the i-th becomes ``min over j >= i of p_j m / j`` (Benjamini and Hochberg,
-    J. R. Stat. Soc. B 57, 1995), whatever the shape: all of the array is one family. NaN is a test that was not made:
-    it stays NaN and does not count.
+    J. R. Stat. Soc. B 57, 1995). The whole array is one family. NaN marks a test that was not made: it stays NaN and
+    does not count.
 
     Args:
         p: P-values of any shape.
@@ -139,7 +126,7 @@ def benjamini_hochberg(p: ArrayLike) -> FloatArray:
 def _wilcoxon(first: FloatArray, second: FloatArray, group: IntArray) -> _Outcome:
     from scipy.stats import rankdata
 
-    differences = mean_by_group(difference(first, second), group)
+    differences = mean_by_group(arrays.difference(first, second), group)
     differences = differences[~np.isnan(differences)]
     if differences.size == 0:
         return _UNDEFINED
@@ -150,12 +137,12 @@ def _wilcoxon(first: FloatArray, second: FloatArray, group: IntArray) -> _Outcom
     if nonzero.size:
         effect = (2 * positive - total) / total
         p = _exact_p(ranks, positive) if nonzero.size <= _EXACT else _normal_p(ranks, positive)
-    return _Outcome(differences.size, _median(differences), effect, p)
+    return differences.size, _median(differences), effect, p
 
 
 def _exact_p(ranks: FloatArray, positive: float) -> float:
-    """Two-sided p over all 2^n signs: add one rank after another and count the ways to reach every sum."""
-    steps = np.rint(2 * ranks).astype(np.int64)  # Mean ranks are halves at worst.
+    """Two-sided p over all 2^n signs: add rank after rank and count the ways to reach every sum."""
+    steps = np.rint(2 * ranks).astype(np.int64)  # Mean ranks are multiples of 1/2.
     ways = np.zeros(int(steps.sum()) + 1)
     ways[0] = 1.0
     for step in steps:
@@ -182,10 +169,10 @@ def _mann_whitney(first: FloatArray, second: FloatArray, group: IntArray) -> _Ou
     ranks = rankdata(np.concatenate([first, second]))
     u = ranks[:n].sum() - n * (n + 1) / 2
     p = 1.0 if np.all(ranks == ranks[0]) else float(mannwhitneyu(ranks[:n], ranks[n:]).pvalue)
-    shift = difference(np.asarray(_median(first)), np.asarray(_median(second)))
-    return _Outcome(min(n, m), float(shift), float(2 * u / (n * m) - 1), p)
+    shift = arrays.difference(np.asarray(_median(first)), np.asarray(_median(second)))
+    return min(n, m), float(shift), float(2 * u / (n * m) - 1), p
 
 
 def _median(values: FloatArray) -> float:
-    with np.errstate(invalid="ignore"):  # between opposite infinities
+    with np.errstate(invalid="ignore"):  # opposite infinities
         return float(np.median(values))

@@ -1,8 +1,8 @@
-"""Ranks of methods over cases, metrics and datasets, and which of them can be told apart.
+"""Ranks of methods over cases, metrics and datasets, and which methods differ significantly.
 
-Rank 1 is best and ties share the mean of their ranks. A *block* is what is ranked together: a case, or a metric on a
-dataset. A method without any value is left out (its rank is NaN) and so is a block in which one of the others has none:
-to rank what happens to be there would reward failing where it is hard.
+Rank 1 is best, and ties share the mean of their ranks. A *block* is what is ranked together: a case, or a metric on a
+dataset. A method without any value is left out (its rank is NaN). So is a block in which another method lacks a value:
+otherwise, failing on hard blocks would improve a rank.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def friedman(values: ArrayLike, *, groups: ArrayLike | None = None, lower_is_bet
 
     Args:
         values: ``(blocks, methods)``, NaN where there is no value.
-        groups: ``(blocks,)``, the groups that blocks belong to, where these are not independent: a group is one block,
-            the mean of those of its blocks in which all methods have a value.
+        groups: ``(blocks,)``, the groups that blocks belong to, if these are not independent. A group is one block: the
+            mean of those of its blocks in which all methods have a value.
         lower_is_better: For all blocks, or one for every block.
 
     Examples:
@@ -131,16 +131,16 @@ def mean_case_rank(values: ArrayLike, *, groups: ArrayLike | None = None, lower_
 
 
 def critical_difference(mean_ranks: ArrayLike, cases: int, *, alpha: float = 0.05) -> float:
-    """The difference of mean ranks from which on two of the methods differ significantly (Nemenyi's test).
+    """The difference of mean ranks at which two methods differ significantly (Nemenyi's test).
 
         CD = q_alpha sqrt(k (k + 1) / (6 n)),
 
-    q_alpha being the studentised range of k groups and infinite degrees of freedom over sqrt(2) (Nemenyi, 1963; Demsar,
-    J. Mach. Learn. Res. 7, 2006). Meant for after a significant ``friedman``. NaN for fewer than two methods or no
+    with q_alpha the studentised range of k groups and infinite degrees of freedom, divided by sqrt(2) (Nemenyi, 1963;
+    Demsar, J. Mach. Learn. Res. 7, 2006). Use it after a significant ``friedman``. NaN for fewer than two methods or no
     case.
 
     Args:
-        mean_ranks: ``(methods,)``; NaN for methods that were not ranked, which do not count.
+        mean_ranks: ``(methods,)``; NaN for methods that were not ranked. They do not count.
         cases: Number of blocks ranked.
         alpha: Level of the test, over all pairs together.
 
@@ -160,13 +160,13 @@ def critical_difference(mean_ranks: ArrayLike, cases: int, *, alpha: float = 0.0
 
 
 def groups(mean_ranks: ArrayLike, difference: float) -> list[tuple[int, ...]]:
-    """The largest sets of methods of which no two differ by ``difference`` or more: the bars of a rank diagram.
+    """The largest sets of methods in which no two differ by ``difference`` or more: the bars of a rank diagram.
 
-    Methods may be in several sets; every ranked method is in one at least, alone if it differs from all others.
+    A method may be in several sets. Every ranked method is in at least one, alone if it differs from all others.
 
     Args:
         mean_ranks: ``(methods,)``; methods with NaN are in no set.
-        difference: Such as ``critical_difference``; NaN, when nothing can be told apart, gives one set of all.
+        difference: Such as ``critical_difference``. NaN means that no methods differ, and gives one set of all.
 
     Examples:
         >>> groups([1.2, 3.7, 2.1, 2.9], difference=1.254)
@@ -200,7 +200,7 @@ def _signs(lower_is_better: Direction, length: int, name: str) -> FloatArray:
 
 
 def _block_ranks(values: FloatArray, groups: IntArray) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """Ranks of group means along the last axis, NaN where no block is complete; and which methods have any value."""
+    """Ranks of group means along the last axis, NaN if no block is complete; and which methods have any value."""
     from scipy.stats import rankdata
 
     missing = np.isnan(values)
