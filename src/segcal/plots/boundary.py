@@ -1,4 +1,4 @@
-"""Confidence and accuracy against the distance to the nearest label boundary, where segmentation networks err."""
+"""Confidence and accuracy against the distance to the nearest label boundary."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class BoundaryProfile:
-    """Additive sums by distance to the boundary: what one pass leaves behind, mergeable over chunks, cases, machines.
+    """Sums by distance to the boundary, which add up over chunks, cases and machines.
 
-    Bin b holds the distances ``[b width, (b + 1) width)``; the last bin holds all from ``num_bins * width`` on, and the
-    voxels of images without any boundary, which are infinitely far. Counts are int64, sums float64, all
+    Bin b holds the distances ``[b width, (b + 1) width)``. The last bin holds all distances from ``num_bins * width``
+    on, and the voxels of images without a boundary, whose distance is infinite. Counts are int64, sums float64, all
     ``(num_bins + 1,)``.
 
     Args:
-        num_bins: Bins below the last.
+        num_bins: Number of bins before the last.
         width: Width of a bin, in voxels or in the unit of the spacing that distances were measured with.
 
     Attributes:
-        count: Voxels.
-        correct: Voxels that are predicted right.
+        count: Number of voxels.
+        correct: Number of correctly predicted voxels.
         confidence: Sum of the confidences.
-        distance: Sum of the distances that are finite.
+        distance: Sum of the finite distances.
 
     Examples:
         >>> from segcal.regions import boundary_distance
@@ -67,8 +67,8 @@ class BoundaryProfile:
         Args:
             logits: Logits or log-probabilities ``(N, C, *spatial)``.
             labels: Integers ``(N, *spatial)``.
-            distance: Distance to the boundary ``(N, *spatial)``, as of ``segcal.regions.boundary_distance``.
-            ignore_index: Voxels with this label do not count.
+            distance: Distance to the boundary ``(N, *spatial)``, from ``segcal.regions.boundary_distance``.
+            ignore_index: Voxels with this label are left out.
             mask: ``(N, *spatial)`` bool, True where a voxel counts.
         """
         if distance.shape != labels.shape:
@@ -83,7 +83,7 @@ class BoundaryProfile:
             away = part.of(distance).to(confidence)[part.valid]
             if bool((away < 0).any() | away.isnan().any()):
                 raise InputError("distance is negative or NaN", expected="distances of boundary_distance")
-            # Distances are float32: 0.7 must not fall short of the bin that begins at 0.7.
+            # Distances are float32: 0.7 must not be rounded down, out of the bin that begins at 0.7.
             index = (away / self.width + 1e-6).clamp(max=len(self.count) - 1).long()
             added._add(*(tensor.cpu() for tensor in (index, confidence, right, away)))
         return self.merge(added)
@@ -96,16 +96,14 @@ class BoundaryProfile:
         self.distance += torch.bincount(index, weights=distance.nan_to_num(posinf=0.0), minlength=size).numpy()
 
     def merge(self, other: BoundaryProfile) -> BoundaryProfile:
-        """Add what ``other`` has seen. Both must have been made with the same arguments."""
+        """Add the sums of ``other``, which must have the same bins."""
         if (len(self.count), self.width) != (len(other.count), other.width):
             raise InputError(
                 f"{len(self.count) - 1} bins of {self.width:g} and {len(other.count) - 1} of {other.width:g}",
                 expected="profiles made with the same arguments",
             )
-        self.count += other.count
-        self.correct += other.correct
-        self.confidence += other.confidence
-        self.distance += other.distance
+        for name in ("count", "correct", "confidence", "distance"):
+            getattr(self, name).__iadd__(getattr(other, name))
         return self
 
     def __repr__(self) -> str:
@@ -118,16 +116,16 @@ class BoundaryProfile:
 
     @property
     def accuracy(self) -> NDArray[np.float64]:
-        """Share of right voxels per bin, NaN where a bin is empty."""
+        """The accuracy of each bin, NaN for empty bins."""
         return _ratio(self.correct, self.count)
 
     @property
     def mean_confidence(self) -> NDArray[np.float64]:
-        """Mean confidence per bin, NaN where a bin is empty."""
+        """The mean confidence of each bin, NaN for empty bins."""
         return _ratio(self.confidence, self.count)
 
     def band_gap(self, low: float, high: float) -> float:
-        """Confidence - accuracy of the voxels at distances ``[low, high)``, bin edges both; NaN without any."""
+        """Confidence - accuracy of the voxels at distances ``[low, high)``, both bin edges; NaN without voxels."""
         middles = self.edges + self.width / 2
         where = (middles > low) & (middles < high)
         count = self.count[where].sum()
@@ -137,16 +135,16 @@ class BoundaryProfile:
 def boundary_curve(
     profile: BoundaryProfile, *, unit: str = "voxels", title: str | None = None, figure: FigureBase | None = None
 ) -> Figure:
-    """Confidence and accuracy against the distance to the boundary, the gap between them, and where the voxels are.
+    """Confidence and accuracy against the distance to the boundary, the gap between them, and the share of voxels.
 
-    Numbers at the top are the gaps (confidence - accuracy) within the bands of ``ba-ece``, which are marked; bands
-    whose edges are no edges of the profile's bins, or lie beyond its last, have none. The last mark, apart from the
-    lines, stands for everything further away.
+    The numbers at the top are the gaps (confidence - accuracy) in the bands of ``ba-ece``, which are shaded. A band has
+    no number if its edges are not edges of the profile's bins. The last mark, apart from the lines, stands for all
+    larger distances.
 
     Args:
-        profile: What was collected.
+        profile: The sums to plot.
         unit: The unit of the distances, for the axis.
-        title: What is shown.
+        title: Title of the figure.
         figure: A figure or subfigure to draw on; a new one by default.
 
     Examples:
@@ -183,7 +181,7 @@ def boundary_curve(
 
 
 def _draw_curves(ax: Axes, profile: BoundaryProfile) -> None:
-    """Lines at the mean distance of each bin; the last bin has none and stands apart."""
+    """Lines through the mean distance of each bin. The last bin has no mean and is drawn apart."""
     x = _ratio(profile.distance, profile.count)
     x[-1] = profile.edges[-1] + profile.width / 2
     confidence, accuracy = profile.mean_confidence, profile.accuracy
@@ -210,7 +208,7 @@ def _draw_curves(ax: Axes, profile: BoundaryProfile) -> None:
 
 
 def _mark_bands(top: Axes, bottom: Axes, profile: BoundaryProfile) -> None:
-    """Shade every second band, and write the gap of each above it."""
+    """Shade every second band and write the gap of each above it."""
     look: dict[str, Any] = {"va": "bottom", "fontsize": style.SMALL, "transform": top.get_xaxis_transform()}
     top.text(-0.6 * profile.width, 1.01, "band\ngap", ha="right", color=style.INK, **look)
     end = profile.edges[-1] + profile.width

@@ -1,4 +1,4 @@
-"""Class colours that as many people as possible can tell apart."""
+"""Class colours that also people with colour blindness can tell apart."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 _Array = NDArray[np.float64]
 
-# Slate for class 0, which mostly is the background, then Okabe and Ito's palette. More are found by distance.
+# Slate for class 0, which usually is the background, then the palette of Okabe and Ito. More are found by distance.
 _FIRST = ("#30363D", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 
-# sRGB as seen with normal, red-blind and green-blind vision (Machado et al. 2009), all on linear values.
+# Linear sRGB as seen with normal, red-blind and green-blind vision (Machado et al. 2009).
 _VISIONS = np.array(
     [
         np.eye(3),
@@ -21,7 +21,7 @@ _VISIONS = np.array(
         [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
     ]
 )
-# Normal vision tells many more colours apart, so it may ask for twice the distance.
+# Normal vision distinguishes many more colours, so its distances count half.
 _WEIGHTS = np.array([0.5, 1.0, 1.0])
 
 # OKLab (Ottosson 2020): linear sRGB to cone responses to lightness and two opponent axes.
@@ -43,11 +43,11 @@ _OPPONENTS = np.array(
 
 @functools.lru_cache
 def class_colours(num_classes: int) -> tuple[str, ...]:
-    """One colour per class, as hex. A class has the same colour however many there are.
+    """One colour per class, as hex. The colour of a class does not depend on the number of classes.
 
-    After eight fixed ones, each is the candidate that is farthest from its nearest predecessor in OKLab, for whichever
-    of normal, red-blind and green-blind vision sees the least difference. Beyond about 20 classes no palette is safe
-    for everyone.
+    After eight fixed colours, each is the candidate with the largest distance in OKLab to its nearest predecessor, as
+    seen with whichever of normal, red-blind and green-blind vision separates the two least. Beyond about 20 classes no
+    palette works for everyone.
 
     Examples:
         >>> class_colours(3), class_colours(30)[:3] == class_colours(3)
@@ -56,7 +56,7 @@ def class_colours(num_classes: int) -> tuple[str, ...]:
     levels = np.linspace(0.05, 0.95, 10)
     candidates = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(-1, 3)
     lightness, *opponents = _views(candidates)[0].T
-    # Neither as light as the page or ignored voxels, nor as dark as the slate, nor grey.
+    # Not as light as the page or ignored voxels, not as dark as the slate, and not grey.
     candidates = candidates[(lightness > 0.35) & (lightness < 0.9) & (np.hypot(*opponents) > 0.05)]
     views = _views(candidates)
     colours = list(_FIRST)
@@ -68,7 +68,7 @@ def class_colours(num_classes: int) -> tuple[str, ...]:
 
 
 def _views(rgb: _Array) -> _Array:
-    """``(n, 3)`` sRGB in [0, 1] to OKLab as each vision sees it, ``(3, n, 3)``."""
+    """``(n, 3)`` sRGB in [0, 1] to OKLab for each kind of vision, ``(3, n, 3)``."""
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(linear @ _VISIONS.transpose(0, 2, 1), 0, 1)
     views: _Array = np.cbrt(seen @ _CONES.T) @ _OPPONENTS.T
@@ -76,7 +76,7 @@ def _views(rgb: _Array) -> _Array:
 
 
 def _separation(views: _Array, colour: str) -> _Array:
-    """``(n,)`` weighted distance from one colour, for the vision that sees the least difference."""
+    """``(n,)`` weighted distance from one colour, for the vision that separates them least."""
     own = _views(np.array([_rgb(colour)]))
     separation: _Array = (_WEIGHTS[:, None] * np.linalg.norm(views - own, axis=-1)).min(0)
     return separation

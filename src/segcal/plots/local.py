@@ -1,4 +1,4 @@
-"""Local reliability: a network calibrated over an image may be far off within its parts (Ding et al., Fig. 2)."""
+"""Local reliability: calibration over an image can hide miscalibration in its parts (Ding et al., Fig. 2)."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ def local_reliability(
     """An image with random patches coloured by their ECE, and diagrams of the whole, the best and the worst patch.
 
     The bars, in the same colours, are the local ECEs in order; their mean and maximum are Local-Avg and Local-Max.
-    Patches are those of ``segcal.regions.local_patches``. In a volume they are boxes: those that cross the slice on
-    show are outlined, by default the middle slice of the worst. Patches without valid voxels are left out.
+    Patches are those of ``segcal.regions.local_patches``. In a volume they are boxes, and those that cross the slice
+    shown are outlined. By default that is the middle slice of the worst patch. Patches without valid voxels are left
+    out.
 
     Args:
         case: An image or a volume.
-        log_probs: Calibrated log-probabilities ``(N, C, *spatial)`` to show in place of the case's logits.
+        log_probs: Calibrated log-probabilities ``(N, C, *spatial)`` to show instead of the case's logits.
         count: Number of patches.
-        size: Voxels along every side.
+        size: Voxels along each side.
         seed: Seed of the patches.
         num_bins: Bins of the diagrams and of the ECE.
         slice_index: Slice of a volume.
-        channel: Which problem of a multi-label case.
-        title: What is shown; by default the name of the case.
+        channel: Which channel of a multi-label case.
+        title: Title of the figure; by default the name of the case.
         figure: A figure or subfigure to draw on; a new one by default.
 
     Examples:
@@ -61,7 +62,7 @@ def local_reliability(
     everything = tuple(slice(0, length) for length in case.shape[2:])
     total = _reliability(view, everything, num_bins)
     windows = local_patches(case.shape[2:], count=count, size=size, seed=seed)
-    # An image no larger than a patch gives the same window again and again.
+    # An image no larger than a patch gives the same window several times.
     distinct = {tuple(part.start for part in window): window for window in windows}.values()
     patches = [Patch(window, _reliability(view, window, num_bins)) for window in distinct]
     patches = sorted((patch for patch in patches if patch.reliability.count.any()), key=lambda patch: patch.ece)
@@ -96,7 +97,7 @@ class Patch(NamedTuple):
         return ece(self.reliability)
 
     def crosses(self, slice_index: int | None) -> bool:
-        """Whether it is on show in a slice; in an image every patch is."""
+        """Whether the patch crosses a slice; always true in an image."""
         return slice_index is None or self.window[0].start <= slice_index < self.window[0].stop
 
 
@@ -115,7 +116,7 @@ def _reliability(view: View, window: Window, num_bins: int) -> Reliability:
 
 
 def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
-    """The image in pale grey, so that the outlines stand out; without one, the confidence."""
+    """The image in pale grey, so that the outlines stand out; without an image, the confidence."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
@@ -143,7 +144,7 @@ def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
             )
         )  # fmt: skip
         if extreme and len(patches) > 1:
-            # In opposite corners, so that they do not cover each other where the two patches overlap.
+            # In opposite corners, so that the labels do not overlap if the patches do.
             best = index == 0
             ax.annotate(
                 "best" if best else "worst", corner if best else (across.stop - 0.5, down.stop - 0.5),
@@ -162,10 +163,10 @@ def _draw_small(ax: Axes, part: Reliability, name: str) -> None:
 
 
 def _draw_spread(ax: Axes, patches: Sequence[Patch], total: float) -> None:
-    """The local ECEs in order, with their mean and the ECE of everything."""
+    """The local ECEs in order, with their mean and the ECE of the whole case."""
     ax.set_box_aspect(1)
     if len(patches) < 2:
-        style.message(ax, "one patch covers\nall there is" if patches else "no valid voxels")
+        style.message(ax, "one patch covers\nthe whole case" if patches else "no valid voxels")
         style.tidy(ax, title="local ECE\n")
         ax.set(xticks=(), yticks=())
         return
@@ -184,7 +185,7 @@ def _draw_spread(ax: Axes, patches: Sequence[Patch], total: float) -> None:
 
 
 def _colours(patches: Sequence[Patch]) -> list[tuple[float, float, float, float]]:
-    """One colour a patch, darker for a larger ECE; they come in order, so the last has the largest."""
+    """One colour per patch, darker for a larger ECE. The patches are sorted, so the last one has the largest."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 

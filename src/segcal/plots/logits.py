@@ -1,4 +1,4 @@
-"""How large logits are, class by class: the raw material of confidence (Murugesan et al., NACL Fig. 2, CRaC Fig. 2)."""
+"""The distribution of the logits of each class (Murugesan et al., NACL Fig. 2, CRaC Fig. 2)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
 
+# The histograms reach from -_LIMIT to _LIMIT, in bins of _WIDTH.
 _LIMIT, _WIDTH = 64.0, 0.25
 _BINS = int(2 * _LIMIT / _WIDTH)
 
 
 class LogitHistogram:
-    """Additive histograms of the logits of every class: mergeable over chunks, cases, machines.
+    """Histograms of the logits of every class, which add up over chunks, cases and machines.
 
-    Bins are 0.25 wide from -64 to 64; what lies beyond falls into the first or last. Counts are int64, sums float64.
+    Bins are 0.25 wide, from -64 to 64; values beyond fall into the first or last bin. Counts are int64, sums float64.
 
     Args:
         num_classes: C, at least 2.
 
     Attributes:
         own: ``(C, bins)``: the logit of class k at voxels labelled k.
-        other: ``(C, bins)``: the logit of class k at voxels labelled otherwise.
-        margin: ``(C, bins)``: ``z_k - max of the other logits`` at voxels labelled k; negative where predicted wrong.
+        other: ``(C, bins)``: the logit of class k at voxels with another label.
+        margin: ``(C, bins)``: ``z_k - max of the other logits`` at voxels labelled k; negative if the prediction is
+            wrong.
         magnitude: ``(C, C)``: sum of ``|z_k|`` over the voxels of each label (rows).
 
     Examples:
@@ -57,7 +59,7 @@ class LogitHistogram:
     def update(
         self, logits: Tensor, labels: Tensor, *, ignore_index: int = 255, mask: Tensor | None = None
     ) -> LogitHistogram:
-        """Add voxels: ``logits (N, C, *spatial)``, ``labels`` and ``mask (N, *spatial)``. Raising changes nothing."""
+        """Add voxels: ``logits (N, C, *spatial)``, ``labels`` and ``mask (N, *spatial)``. An error adds nothing."""
         classes = len(self.own)
         if logits.ndim < 2 or logits.shape[1] != classes:
             raise InputError(f"logits have shape {tuple(logits.shape)}", expected=f"(N, {classes}, *spatial)")
@@ -80,7 +82,7 @@ class LogitHistogram:
             self.magnitude[:, k] += torch.bincount(y, weights=z[k].abs(), minlength=classes).numpy()
 
     def merge(self, other: LogitHistogram) -> LogitHistogram:
-        """Add what ``other`` has seen, of as many classes."""
+        """Add the counts of ``other``, which must have as many classes."""
         if len(self.own) != len(other.own):
             raise InputError(f"histograms of {len(self.own)} and {len(other.own)} classes", expected="the same")
         for name in ("own", "other", "margin", "magnitude"):
@@ -97,7 +99,7 @@ class LogitHistogram:
 
     @property
     def mean_magnitude(self) -> NDArray[np.float64]:
-        """``(C, C)``: mean ``|z_k|`` (columns) over the voxels of each label (rows); NaN for labels never seen."""
+        """``(C, C)``: mean ``|z_k|`` (columns) over the voxels of each label (rows); NaN for absent labels."""
         count = self.own.sum(1, keepdims=True)
         mean = np.full(self.magnitude.shape, np.nan)
         np.divide(self.magnitude, count, out=mean, where=count > 0)
@@ -105,7 +107,7 @@ class LogitHistogram:
 
 
 def _counts(group: Tensor, values: Tensor, groups: int) -> NDArray[np.int64]:
-    """``(groups, bins)``: how often values of each group fall into each bin."""
+    """``(groups, bins)``: the number of values of each group in each bin."""
     bins = ((values.clamp(-_LIMIT, _LIMIT) + _LIMIT) / _WIDTH).long().clamp(max=_BINS - 1)
     counts: NDArray[np.int64] = torch.bincount((group * _BINS + bins).flatten(), minlength=groups * _BINS).numpy()
     return counts.reshape(groups, _BINS)
@@ -118,15 +120,15 @@ def logit_magnitudes(
     title: str | None = None,
     figure: FigureBase | None = None,
 ) -> Figure:
-    """Per class: its logit where it is the label and where it is not; the margin over its best rival; mean magnitudes.
+    """For each class, the logit where it is the label and where it is not, the margin over the best other, and means.
 
-    Logits depend on the gauge (a constant per voxel that the softmax does not see), margins do not. Of more than 20
+    A constant added to all logits of a voxel changes the logits but not the margins or the softmax. With more than 20
     classes, the 20 most frequent are shown.
 
     Args:
-        histogram: What was collected.
+        histogram: The histograms to plot.
         class_names: One for each class.
-        title: What is shown.
+        title: Title of the figure.
         figure: A figure or subfigure to draw on; a new one by default.
 
     Examples:
@@ -166,7 +168,7 @@ def logit_magnitudes(
 def _draw_ridges(
     ax: Axes, edges: NDArray[np.float64], counts: NDArray[np.int64], colour: str, *, below_zero: str | None = None
 ) -> None:
-    """One row per class, each distribution as high as the row."""
+    """One row per class, with each distribution scaled to the height of the row."""
     for row, count in enumerate(counts):
         base = row + 0.4
         ax.axhline(base, color=style.FAINT, linewidth=0.6, zorder=1)
@@ -182,7 +184,7 @@ def _draw_ridges(
 
 
 def _fit(ax: Axes, edges: NDArray[np.float64], *groups: NDArray[np.int64]) -> None:
-    """Show all but the outermost thousandth of every distribution."""
+    """Limit the x axis to the central 99.8% of every distribution."""
     low, high = [], []
     for counts in (row for group in groups for row in group if row.any()):
         cumulative = np.cumsum(counts) / counts.sum()
@@ -193,7 +195,7 @@ def _fit(ax: Axes, edges: NDArray[np.float64], *groups: NDArray[np.int64]) -> No
 
 
 def _draw_matrix(figure: FigureBase, ax: Axes, means: NDArray[np.float64], names: Sequence[str]) -> None:
-    """Mean magnitudes as shades, with numbers where they fit and a scale where they do not."""
+    """Mean magnitudes as shades, with numbers if they fit and a colour scale otherwise."""
     finite = means[np.isfinite(means)]
     top = float(finite.max()) if finite.size else 1.0
     shades = np.ma.masked_invalid(means)

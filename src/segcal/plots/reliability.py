@@ -1,8 +1,8 @@
 """Reliability diagrams: accuracy against confidence, for everything at once and class by class.
 
-A bar spans the gap between mean confidence and accuracy of a bin: vermillion where the network is overconfident, blue
-where it is underconfident. The diagonal is perfect calibration. Bins with fewer than 100 voxels are pale, with open
-marks and no line: even if voxels were independent, their accuracy would be uncertain by about 0.1.
+A bar spans the gap between the mean confidence and the accuracy of a bin: vermillion if the network is overconfident,
+blue if it is underconfident. The diagonal is perfect calibration. Bins with fewer than 100 voxels are pale, with open
+marks and no line: even for independent voxels, their accuracy would be uncertain by about 0.1.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 Band = tuple[NDArray[np.float64], NDArray[np.float64]]
 Of = Literal["predicted", "probability"]
 
+# Bins with fewer voxels are drawn pale.
 _ENOUGH_VOXELS = 100
 
-# Replicates weighted at once: memory is this many numbers per case, not replicates times cases.
+# Bootstrap replicates computed at once, which bounds the memory by this many numbers per case.
 _REPLICATES_AT_ONCE = 64
 
 
@@ -46,7 +47,7 @@ def reliability_diagram(
         parts: Reliability of the whole set, or one per case. With two cases or more, a band shows the 95% bootstrap
             interval over cases (``bootstrap_band``).
         before: The same before calibration, drawn as a dashed line.
-        title: What is shown.
+        title: Title of the figure.
         replicates: Bootstrap replicates.
         seed: Seed of the bootstrap.
         figure: A figure or subfigure to draw on; a new one by default.
@@ -95,15 +96,14 @@ def classwise_diagram(
 ) -> Figure:
     """One small reliability diagram per class, with the share of voxels and the calibration error of each.
 
-    Of more than 20 classes, the 20 that add the most to ``sce`` (``of="predicted"``) or ``cece`` are shown, worst
-    first: those with the largest error times voxels. Grey steps along the bottom show where the voxels are, on a
-    logarithmic scale over four decades.
+    With more than 20 classes, the 20 that contribute most to ``sce`` (``of="predicted"``) or ``cece`` are shown, worst
+    first. Grey steps along the bottom are the shares of voxels, on a logarithmic scale over four decades.
 
     Args:
         classes: One per class, all made with ``predicted=k`` or all with ``probability_of=k``.
         of: Which of the two: ``predicted`` or ``probability``.
         class_names: One for each class.
-        title: What is shown.
+        title: Title of the figure.
         figure: A figure or subfigure to draw on; a new one by default.
 
     Examples:
@@ -150,10 +150,10 @@ def classwise_diagram(
 
 
 def bootstrap_band(parts: Sequence[Reliability], *, replicates: int = 2000, seed: int = 0) -> Band:
-    """Bootstrap 95% percentile interval of every bin's accuracy, cases drawn with replacement: ``low, high (bins,)``.
+    """The 95% percentile bootstrap interval of every bin's accuracy over cases: ``low, high (bins,)``.
 
-    Cases, not voxels, are drawn, as voxels of one case are anything but independent. A bin that no case fills is NaN;
-    replicates in which a bin is empty say nothing of it. Memory is O(cases x bins + replicates x bins).
+    Cases, not voxels, are resampled, because the voxels of a case are not independent. A bin that is empty in all cases
+    is NaN; replicates in which a bin is empty are left out for that bin. Memory is O(cases x bins + replicates x bins).
 
     Examples:
         >>> case = Reliability(np.array([0, 4]), np.array([0.0, 3.0]), np.array([0, 2]))
@@ -213,7 +213,7 @@ def draw_diagram(
     line_label: str | None = None,
     band_label: str | None = None,
 ) -> None:
-    """Diagonal, gap bars, accuracy line and band. Without voxels it says so."""
+    """Draw diagonal, gap bars, accuracy line and band, or a message if there are no voxels."""
     ax.plot((0, 1), (0, 1), color=style.FAINT, linewidth=1, zorder=1)
     ticks = (0, 0.5, 1) if small else np.linspace(0, 1, 6)
     ax.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
@@ -224,7 +224,7 @@ def draw_diagram(
     confidence, accuracy = part.mean_confidence, part.accuracy
     width = 1 / len(part.count)
     for which, alpha, face in ((enough, 0.45, style.INK), (filled & ~enough, 0.15, "white")):
-        if not which.any():  # An empty line that is not clipped breaks the layout.
+        if not which.any():  # An empty, unclipped line would break the layout.
             continue
         gap = (confidence - accuracy)[which]
         ax.bar(
@@ -243,12 +243,12 @@ def draw_diagram(
 
 
 def _broken(values: NDArray[np.float64], enough: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The values where there is enough to show, NaN elsewhere: lines have gaps there."""
+    """The values of bins with enough voxels, NaN elsewhere, which leaves gaps in lines."""
     return np.where(enough, values, np.nan)
 
 
 def _key(figure: FigureBase) -> None:
-    """What the colours of small diagrams mean."""
+    """A legend for the colours of small diagrams."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, alpha=0.45) for colour in (style.OVER, style.UNDER)]
@@ -260,7 +260,7 @@ def _key(figure: FigureBase) -> None:
 
 
 def _draw_counts(ax: Axes, part: Reliability) -> None:
-    """Share of voxels per bin on a logarithmic scale: most are in the last bin, but the others matter."""
+    """The share of voxels in each bin, on a logarithmic scale because most are in the last bin."""
     total = part.count.sum()
     ax.set(xlim=(0, 1))
     if not total:
@@ -280,7 +280,7 @@ def _draw_counts(ax: Axes, part: Reliability) -> None:
 
 
 def _draw_silhouette(ax: Axes, part: Reliability) -> None:
-    """Counts along the bottom fifth of small axes, from 1/10000 of the voxels up to all."""
+    """The share of voxels in each bin along the bottom fifth of small axes, from 1/10000 to 1 on a log scale."""
     total = part.count.sum()
     if not total:
         return

@@ -1,4 +1,4 @@
-"""Maps of one case: where the network is unsure, where it is wrong, and where it is surer than it should be."""
+"""Maps of one case: where the network is uncertain, wrong, over- and underconfident."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _WITH_IMAGE: list[Any] = [["image", "label", "prediction", "error"], ["confidence", "balance", "band", "legend"]]
 _WITHOUT: list[Any] = [["label", "prediction", "error", "legend"], ["confidence", "balance", "band", "legend"]]
 _BAND_COLOURS = ("#08306B", "#3F7FB8", "#9CC4E0", "#E3EEF8")
+# Most classes in the legend.
 _MOST_NAMES = 24
 
 
@@ -40,17 +41,17 @@ def spatial_maps(
 ) -> Figure:
     """Image, label, prediction, confidence, error, confidence balance and distance band, side by side.
 
-    Of a volume one slice along the first axis is shown, and only that slice of the scores is read; distances are those
-    in the volume. Ignored and masked voxels are hatched. The balance (NLL - entropy, > 0 overconfident) is clipped at
-    the 98th percentile of its magnitude.
+    For a volume, one slice along the first axis is shown, and only that slice of the scores is read; distances are
+    three-dimensional. Ignored and masked voxels are hatched. The balance (NLL - entropy, > 0 overconfident) is clipped
+    at the 98th percentile of its magnitude.
 
     Args:
         case: An image or a volume.
-        log_probs: Calibrated log-probabilities ``(N, C, *spatial)`` to show in place of the case's logits.
+        log_probs: Calibrated log-probabilities ``(N, C, *spatial)`` to show instead of the case's logits.
         class_names: One for each class.
         slice_index: Slice of a volume; by default the one with most foreground (labels other than 0).
-        channel: Which problem of a multi-label case.
-        title: What is shown; by default the name of the case, and the slice.
+        channel: Which channel of a multi-label case.
+        title: Title of the figure; by default the name of the case and the slice.
         figure: A figure or subfigure to draw on; a new one by default.
 
     Examples:
@@ -122,7 +123,7 @@ def _draw_balance(figure: FigureBase, ax: Axes, view: View, balance: Plane) -> N
 
 
 def _mark(bar: Colorbar, ticks: Sequence[float], labels: Sequence[str]) -> None:
-    """Ticks at both ends and in the middle; the outer labels stay within the scale, so that all panels are equal."""
+    """Ticks at both ends and in the middle. The outer labels stay within the scale, so that all panels are aligned."""
     bar.set_ticks(ticks, labels=labels)
     first, _, last = bar.ax.get_xticklabels()
     first.set_horizontalalignment("left")
@@ -143,7 +144,7 @@ def _draw_bands(figure: FigureBase, ax: Axes, view: View, bands: Plane) -> None:
 def _draw_legend(
     ax: Axes, counts: Sequence[int], names: Sequence[str], colours: Sequence[str], *, ignored: bool
 ) -> None:
-    """The classes that occur, in order; of very many, the most frequent."""
+    """The classes that occur, in order; of more than fit, the most frequent."""
     from matplotlib.patches import Patch
 
     present = [k for k, count in enumerate(counts) if count]

@@ -1,6 +1,6 @@
-"""How all plots look: colours, type sizes, axes without clutter; and how they are saved.
+"""The style of all plots: colours, font sizes, axes; and saving figures.
 
-Nothing here touches pyplot or rcParams: figures are plain objects, and everything is set on them.
+pyplot and rcParams are not used: figures are plain objects, and everything is set on them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure, FigureBase
 
-# Okabe and Ito's vermillion and blue: told apart by every kind of colour vision.
+# Vermillion and blue of Okabe and Ito, which every kind of colour vision distinguishes.
 OVER, UNDER = "#D55E00", "#0072B2"
 PLAIN, WRONG = "#5E4FA2", "#AA3377"
 INK, MUTED, FAINT, IGNORED = "#262626", "#6B6B6B", "#C9C9C9", "#E9E9E9"
 LARGE, NORMAL, SMALL = 10.0, 8.5, 7.0
 
-#: More classes than this do not fit one figure; plots then show the ones that matter most and say so.
+#: Most classes in one figure. With more, plots show the most important ones and say so.
 MOST_CLASSES = 20
 
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def canvas(figure: FigureBase | None, width: float, height: float) -> FigureBase:
-    """The figure to draw on: the given one, or a new one of this size in inches, which needs matplotlib."""
+    """The given figure, or a new one of this size in inches, which needs matplotlib."""
     if figure is not None:
         return figure
     try:
@@ -51,7 +51,7 @@ def root(figure: FigureBase) -> Figure:
 
 
 def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
-    """Write a figure as PNG, SVG or PDF, by the extension; it appears once complete, or not at all.
+    """Write a figure as PNG, SVG or PDF, by the extension, atomically.
 
     Examples:
         >>> import tempfile
@@ -65,13 +65,13 @@ def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
     if suffix not in FORMATS:
         raise InputError(f"path is {str(path)!r}", expected=f"a name that ends in {', '.join(FORMATS)}")
     with atomic_path(path) as temporary:
-        # Dates and versions would make equal plots differ.
+        # Without dates and versions, so that equal plots are equal files.
         root(figure).savefig(temporary, format=suffix[1:], dpi=dpi, metadata=FORMATS[suffix])
     return path
 
 
 def tidy(ax: Axes, *, title: str | None = None, xlabel: str | None = None, ylabel: str | None = None) -> None:
-    """Thin axes on the left and below, small type, title at the left."""
+    """Keep only thin left and bottom axes, with small fonts and the title on the left."""
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set(color=MUTED, linewidth=0.8)
@@ -86,18 +86,18 @@ def tidy(ax: Axes, *, title: str | None = None, xlabel: str | None = None, ylabe
 
 
 def heading(figure: FigureBase, title: str | None) -> None:
-    """The title of a whole figure, if there is one."""
+    """Set the title of a whole figure, if given."""
     if title:
         figure.suptitle(title, fontsize=LARGE, color=INK, x=0.005, ha="left")
 
 
 def message(ax: Axes, text: str) -> None:
-    """A word in the middle of axes that have nothing to show."""
+    """Write a message in the middle of empty axes."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=NORMAL, color=MUTED)
 
 
 def scale(figure: FigureBase, ax: Axes, shown: ScalarMappable, *, below: float | None = None) -> Colorbar:
-    """A slim colour scale at the right of axes or, with ``below`` their width over their height, below them."""
+    """A slim colour scale to the right of axes or, if ``below`` is their width over their height, below them."""
     place = ax.inset_axes((1.03, 0, 0.04, 1) if below is None else (0, -0.075 * below, 1, 0.035 * below))
     bar = figure.colorbar(shown, cax=place, orientation="vertical" if below is None else "horizontal")
     bar.outline.set_visible(False)
@@ -106,7 +106,7 @@ def scale(figure: FigureBase, ax: Axes, shown: ScalarMappable, *, below: float |
 
 
 def signed_colours() -> LinearSegmentedColormap:
-    """Blue where underconfident, white at 0, vermillion where overconfident."""
+    """A colour map: blue for underconfident, white for 0, vermillion for overconfident."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("segcal-signed", [UNDER, "#FFFFFF", OVER])
@@ -122,12 +122,12 @@ def names_of(class_names: Sequence[str] | None, num_classes: int) -> list[str]:
 
 
 def shortened(name: str, length: int = 20) -> str:
-    """A name that fits a small panel."""
+    """A name, cut to fit a small panel."""
     return name if len(name) <= length else name[: length - 1] + "…"
 
 
 def share(part: float, whole: float) -> str:
-    """A percentage in words that never claims nothing or all when it is not.
+    """A percentage as text, which is 0% or 100% only if that is exact.
 
     Examples:
         >>> share(1, 8), share(1, 10**6), share(999_999, 10**6), share(0, 0)

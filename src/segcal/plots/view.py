@@ -1,4 +1,4 @@
-"""What of a case is on show: an image as it is, or one slice of a volume; and how a plane of voxels is drawn."""
+"""The plane of a case that is drawn: an image, or one slice of a volume."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class View:
 
     Attributes:
         case: An image or a volume.
-        channel: Which problem of a multi-label case.
+        channel: Which channel of a multi-label case.
         slice_index: Slice along the first axis of a volume, None for an image.
-        log_probs: What to show in place of the case's logits, or None.
+        log_probs: Scores to show instead of the case's logits, or None.
     """
 
     case: Case
@@ -37,7 +37,7 @@ class View:
 
     @classmethod
     def of(cls, case: Case, *, slice_index: int | None, channel: int, log_probs: Tensor | None) -> View:
-        """A checked view; a volume without a slice index shows the slice with most foreground."""
+        """A checked view. By default, a volume shows the slice with most foreground."""
         batch, _, *spatial = case.shape
         if len(spatial) not in (2, 3):
             raise InputError(f"{len(spatial)} spatial axes", case=case.id, expected="an image or a volume")
@@ -56,36 +56,36 @@ class View:
 
     @property
     def rows(self) -> slice:
-        """The rows of the case that are on show."""
+        """The rows of the case that are shown."""
         if self.slice_index is None:
             return slice(0, self.case.shape[2])
         return slice(self.slice_index, self.slice_index + 1)
 
     @property
     def aspect(self) -> float:
-        """Height of a voxel over its width."""
+        """The height of a voxel divided by its width."""
         spacing = self.case.spacing
         return 1.0 if spacing is None else spacing[-2] / spacing[-1]
 
     @property
     def shape(self) -> tuple[float, float]:
-        """Height and width as drawn, in widths of a voxel."""
+        """Height and width as drawn, in units of a voxel's width."""
         return self.aspect * self.case.shape[-2], float(self.case.shape[-1])
 
     @property
     def name(self) -> str:
-        """The case, and which slice of how many."""
+        """The name of the case and, for a volume, the slice."""
         where = "" if self.slice_index is None else f", slice {self.slice_index} of {self.case.shape[2]}"
         return self.case.id + where
 
     def scores(self, rows: slice) -> Tensor:
-        """Scores ``(N, C, rows, ...)`` of some rows, without reading the others where the format allows it."""
+        """Scores ``(N, C, rows, ...)`` of some rows, without reading the others if the format allows it."""
         if self.log_probs is not None:
             return self.log_probs[:, :, rows]
         return self.case.chunk(rows).logits if self.case.source.sliceable else self.case.logits[:, :, rows]
 
     def plane(self, values: Tensor) -> Plane:
-        """The plane on show of ``(N, *spatial)`` values, or of ``(N, rows, ...)`` values of just these rows."""
+        """The shown plane of ``(N, *spatial)`` values, or of ``(N, rows, ...)`` values of its rows only."""
         chosen = values[self.channel].detach().cpu()
         if self.slice_index is not None:
             chosen = chosen[self.slice_index if len(chosen) > 1 else 0]
@@ -93,7 +93,7 @@ class View:
         return plane
 
     def image(self) -> Plane | None:
-        """``(height, width, 3)`` or, of other than three channels, the first: 98% of its values stretched to [0, 1]."""
+        """``(height, width, 3)``, or the first channel if there are not three; the central 98% stretched to [0, 1]."""
         image = self.case.image
         if image is None:
             return None
@@ -105,13 +105,13 @@ class View:
         return stretched
 
     def show(self, ax: Axes, values: Plane, **options: Any) -> Any:
-        """Draw a plane; what is masked in it shows the hatched ground."""
+        """Draw a plane; masked voxels are hatched."""
         ax.patch.set(facecolor=style.IGNORED, hatch="//////", edgecolor=style.FAINT, linewidth=0)
         return ax.imshow(values, aspect=self.aspect, **options)
 
 
 def frame(ax: Axes, title: str) -> None:
-    """A title and a thin frame, no ticks."""
+    """Set a title and a thin frame without ticks."""
     ax.set(xticks=(), yticks=())
     for spine in ax.spines.values():
         spine.set(visible=True, color=style.FAINT, linewidth=0.8)
@@ -119,6 +119,6 @@ def frame(ax: Axes, title: str) -> None:
 
 
 def _richest_slice(labels: Tensor, valid: Tensor) -> int:
-    """The slice with most valid foreground of ``(depth, height, width)`` labels; the middle one without any."""
+    """The slice of ``(depth, height, width)`` labels with most valid foreground, or the middle one without any."""
     foreground = (valid & (labels != 0)).sum((1, 2))
     return int(foreground.argmax()) if bool(foreground.any()) else len(labels) // 2

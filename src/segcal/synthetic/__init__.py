@@ -1,7 +1,7 @@
 """Scenes with a known posterior, so that the true calibration error of a calibrator can be measured.
 
-No real dataset tells the probability of a label at a voxel; a scene does. Labels are drawn from the posterior, and the
-logits come from it through planted miscalibrations whose exact inverse is known.
+No real dataset gives the probability of a label at a voxel; a scene does. Labels are drawn from the posterior, and
+logits are made from it by planted miscalibrations whose exact inverse is known.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ def scenes(
     ignored: float = 0.0,
     class_names: Sequence[str] | None = None,
 ) -> CaseSet:
-    """``count`` scenes, generated when opened; scene i depends on the seed and i alone, not on the count or the order.
+    """``count`` scenes, generated when opened. Scene i depends on the seed and i only.
 
     Args:
-        count: How many.
+        count: Number of scenes.
         size: ``(height, width)`` for images, ``(depth, height, width)`` for volumes, which have spacing (2, 1, 1).
         num_classes: Class 0 surrounds the others; from 4 classes on the last one is rare and the one before it thin.
-        seed: Another seed, other scenes.
-        plant: Miscalibrations, applied in order to the log posterior; none gives a network that is exactly calibrated.
+        seed: Seed of everything random in the scenes.
+        plant: Miscalibrations, applied in order to the log posterior; without any the network is exactly calibrated.
         coherence: Correlation length of the label noise in (in-plane) voxels; 0 draws voxels independently.
-        members: Size of an ensemble; its logits, each with independent smooth noise, are pooled by their mean
-            (``CaseSet.pooled`` and ``CaseSet.members`` do otherwise).
+        members: Size of an ensemble, whose members differ by independent smooth noise. Their logits are averaged;
+            ``CaseSet.pooled`` and ``CaseSet.members`` change that.
         member_noise: Standard deviation of that noise.
         shift: Covariate shift s in [0, 1]: labels follow ``S(log p / (1 + s) + s b)`` with a fixed random b in [-1, 1]
-            per class, while the network still believes p, and the image loses contrast. ``vs`` recovers it.
+            per class, while the network still predicts p, and the image loses contrast. ``vs`` recovers it.
         ignored: Share of the voxels labelled 255, in patches.
         class_names: One for each class.
 
@@ -143,7 +143,7 @@ def demo_scenes(seed: int = 0) -> tuple[CaseSet, CaseSet]:
 
 
 def scene_of(case: Case) -> Scene:
-    """Everything known of a synthetic case: the planted temperature field and the ensemble members, too.
+    """All tensors of a synthetic case, including the planted temperature field and the ensemble members.
 
     Examples:
         >>> scene_of(scenes(1, size=(32, 40), plant=[Temperature(3.0)])[0]).temperature.unique()
@@ -155,7 +155,7 @@ def scene_of(case: Case) -> Scene:
 
 
 class _SceneSource:
-    """A scene as a case's source: generated when first asked for, and gone with the case."""
+    """A scene as the source of a case, generated on first use and freed with the case."""
 
     batch = 1
     ignore_index = IGNORE_INDEX
@@ -166,7 +166,7 @@ class _SceneSource:
         self.num_classes, self.spatial, self.spacing = spec.num_classes, spec.size, spec.spacing
         self.num_members, self._chosen = spec.members, tuple(range(spec.members or 0))
         self.pooling: Kind = "logits"
-        self._generate = cache(partial(spec.generate, index))  # once for all that share it, see ``pooled``
+        self._generate = cache(partial(spec.generate, index))  # shared with the copies that ``pooled`` makes
 
     @property
     def scene(self) -> Scene:

@@ -1,4 +1,4 @@
-"""Checks of arguments; every message names the argument, what came and what was expected."""
+"""Checks of arguments. Messages name the argument, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from segcal.errors import InputError
 
 
 def positive(name: str, value: float) -> None:
-    """A positive, finite number."""
+    """Raise unless a value is positive and finite."""
     if not (math.isfinite(value) and value > 0):
         raise InputError(f"{name} is {value!r}", expected="a positive number")
 
 
 def interval(name: str, value: float, most: float, meaning: str) -> None:
-    """A number from 0 to ``most``."""
+    """Raise unless a value is from 0 to ``most``."""
     if not 0 <= value <= most:
         raise InputError(f"{name} is {value!r}", expected=f"{meaning}, from 0 to {most:g}")
 
 
 def per_class(name: str, values: Sequence[float], num_classes: int, least: float = -math.inf) -> None:
-    """One finite number for each class, none below ``least``."""
+    """Raise unless there is one finite number of at least ``least`` for each class."""
     if len(values) != num_classes:
         raise InputError(f"{name} has {len(values)} values", expected=f"{num_classes}, one for each class")
     if not all(math.isfinite(value) and value >= least for value in values):

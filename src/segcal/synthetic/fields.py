@@ -1,4 +1,4 @@
-"""Gaussian random fields on a voxel grid: what shapes, label noise, textures and offsets are all made of."""
+"""Gaussian random fields on a voxel grid, from which shapes, label noise, textures and offsets are made."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from math import prod
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy import fft, ndimage
+
+from segcal.regions.boundary import label_boundary
 
 Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A voxel grid with the size of its voxels; all lengths are in the unit of the spacing."""
+    """A voxel grid and the size of its voxels. All lengths are in the unit of the spacing."""
 
     size: tuple[int, ...]
     spacing: tuple[float, ...]
@@ -27,12 +30,12 @@ class Grid:
 
     @property
     def extent(self) -> Array:
-        """The far corner: the position of the last voxel's centre."""
+        """The position of the last voxel's centre."""
         return np.array([(n - 1) * step for n, step in zip(self.size, self.spacing, strict=True)])
 
     @property
     def scale(self) -> float:
-        """The in-plane width (geometric mean of the last two sides): shapes grow with it, so scenes look alike."""
+        """The in-plane width (geometric mean of the last two sides). Shapes scale with it, so scenes look alike."""
         return float(np.sqrt(prod(self.size[-2:]) * prod(self.spacing[-2:])))
 
     def points(self) -> Array:
@@ -41,10 +44,10 @@ class Grid:
         return np.stack(np.meshgrid(*steps, indexing="ij"), -1)
 
     def noise(self, rng: np.random.Generator, smoothness: float, count: int = 1) -> Array:
-        """``count`` independent stationary fields ``(count, *size)``, N(0, 1) at every voxel: smoothed white noise.
+        """``count`` independent fields of smoothed white noise ``(count, *size)``, N(0, 1) at every voxel.
 
-        The Gaussian filter (standard deviation ``smoothness``) wraps around. The variance of the smoothed noise is then
-        the mean of the squared transfer function, by which it is divided: exactly 1 everywhere, also near the borders.
+        The Gaussian filter (standard deviation ``smoothness``) wraps around, so the variance of the smoothed noise is
+        the mean of the squared transfer function. Dividing by it makes the variance exactly 1, also near the borders.
         """
         white = rng.standard_normal((count, *self.size))
         if smoothness == 0:
@@ -59,7 +62,7 @@ class Grid:
         return field
 
     def texture(self, rng: np.random.Generator, smoothness: float, count: int = 1) -> Array:
-        """As ``noise``, but each field has mean 0 and variance 1 over the grid: for shapes of a known share."""
+        """As ``noise``, but each field has mean 0 and variance 1 over the grid, for shapes that cover a known share."""
         field = self.noise(rng, smoothness, count)
         dims = tuple(range(1, field.ndim))
         field -= field.mean(dims, keepdims=True)
@@ -67,7 +70,7 @@ class Grid:
         return field
 
     def patches(self, rng: np.random.Generator, share: float, smoothness: float) -> NDArray[np.bool_]:
-        """Smooth random regions that cover a ``share`` of the voxels, exact to one voxel."""
+        """A mask of smooth random regions that cover a ``share`` of the voxels, exact to one voxel."""
         field = self.noise(rng, smoothness)[0].ravel()
         chosen = np.zeros(field.size, bool)
         count = round(share * field.size)
@@ -77,13 +80,9 @@ class Grid:
 
     def boundary_distance(self, regions: NDArray[np.int64]) -> Array:
         """Distance of every voxel to the nearest one that touches another region; infinite if there is one region."""
-        touches = np.zeros(self.size, bool)
-        for axis in range(regions.ndim):
-            before, after = (np.moveaxis(touches, axis, 0)[part] for part in (slice(None, -1), slice(1, None)))
-            differs = np.moveaxis(np.diff(regions, axis=axis) != 0, axis, 0)
-            before |= differs
-            after |= differs
-        if not touches.any():
+        whole = torch.from_numpy(regions[None])
+        boundary = label_boundary(whole, torch.ones_like(whole, dtype=torch.bool))[0].numpy()
+        if not boundary.any():
             return np.full(self.size, np.inf)
-        distance: Array = ndimage.distance_transform_edt(~touches, sampling=self.spacing)
+        distance: Array = ndimage.distance_transform_edt(~boundary, sampling=self.spacing)
         return distance

@@ -1,6 +1,6 @@
-"""Planted miscalibrations: each turns honest logits into those of a network with one known fault.
+"""Planted miscalibrations: each turns calibrated logits into those of a network with one known fault.
 
-A plant maps logits ``z (C, *size)`` to faulty ones, in float64; plants compose in order, starting at ``z = log p``.
+A plant maps logits ``z (C, *size)`` to faulty ones, in float64. Plants are applied in order, starting at ``z = log p``.
 Each docstring names the calibrator (ids of METHODS.md) whose best fit undoes the fault exactly.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,8 +16,11 @@ import numpy as np
 from segcal.synthetic import checks
 from segcal.synthetic.fields import Array, Grid
 
-# Scales and temperatures below this would take float32 logits out of range.
+# Smallest scale or temperature; below it, float32 logits would overflow.
 SMALLEST = 1e-3
+
+# Faulty logits, and the temperature that the logits were multiplied with, or None for other faults.
+Planted = tuple[Array, Array | float | None]
 
 
 @runtime_checkable
@@ -25,17 +28,23 @@ class Plant(Protocol):
     """A miscalibration."""
 
     def check(self, num_classes: int) -> None:
-        """Raise ``segcal.errors.InputError`` where the plant does not fit the number of classes."""
+        """Raise ``segcal.errors.InputError`` unless the parameters are valid for this number of classes."""
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
-        """The faulty logits, and the temperature the logits were multiplied with (None for other faults).
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
+        """The faulty logits and the temperature, if any. ``rng`` is used by this plant and case only."""
 
-        ``rng`` belongs to this plant and case alone.
-        """
+
+class _PositiveParameters:
+    """A plant whose parameters must all be positive."""
+
+    def check(self, num_classes: int) -> None:
+        """All parameters are positive."""
+        for name, value in asdict(self).items():  # type: ignore[call-overload]
+            checks.positive(f"{type(self).__name__}.{name}", value)
 
 
 @dataclass(frozen=True)
-class Temperature:
+class Temperature(_PositiveParameters):
     """Global over- (T > 1) or underconfidence (T < 1): ``z' = T z``. ``ts`` recovers T.
 
     Examples:
@@ -47,54 +56,41 @@ class Temperature:
 
     value: float = 2.0
 
-    def check(self, num_classes: int) -> None:
-        """The temperature is positive."""
-        checks.positive("Temperature.value", self.value)
-
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``T z``."""
         return self.value * logits, self.value
 
 
 @dataclass(frozen=True)
-class ImageTemperature:
+class ImageTemperature(_PositiveParameters):
     """One temperature per image, log-normal: ``z' = T_i z``, ``T_i = median * exp(spread * N(0, 1))``.
 
-    ``ibts`` recovers the T_i: surprise saturates at the same depth in all scenes, so the depth of the logits tells T_i.
+    ``ibts`` recovers the T_i: log-probabilities have the same lower bound in all scenes, so the range of the logits
+    reveals T_i.
     """
 
     median: float = 1.5
     spread: float = 0.4
 
-    def check(self, num_classes: int) -> None:
-        """Median and spread are positive."""
-        checks.positive("ImageTemperature.median", self.median)
-        checks.positive("ImageTemperature.spread", self.spread)
-
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``T_i z``."""
         temperature = self.median * math.exp(self.spread * rng.standard_normal())
         return temperature * logits, temperature
 
 
 @dataclass(frozen=True)
-class SpatialTemperature:
+class SpatialTemperature(_PositiveParameters):
     """Overconfidence at boundaries: ``z' = T(v) z``, ``T(v) = far + (near - far) exp(-d(v) / reach)``.
 
-    ``d`` is the distance to the boundaries of the argmax map (in the unit of the spacing), which the logits around a
-    voxel show; ``lts-ti`` recovers T(v).
+    ``d`` is the distance to the boundaries of the argmax map (in the unit of the spacing), which can be seen in the
+    logits around a voxel. ``lts-ti`` recovers T(v).
     """
 
     near: float = 3.0
     far: float = 1.2
     reach: float = 4.0
 
-    def check(self, num_classes: int) -> None:
-        """Temperatures and reach are positive."""
-        for name in ("near", "far", "reach"):
-            checks.positive(f"SpatialTemperature.{name}", getattr(self, name))
-
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``T(v) z``."""
         distance = grid.boundary_distance(logits.argmax(0))
         temperature = self.far + (self.near - self.far) * np.exp(-distance / self.reach)
@@ -105,7 +101,7 @@ class SpatialTemperature:
 class ClassAffine:
     """A scale and a bias per class: ``z' = (z - b) / a``. ``vs`` recovers a and b; the argmax may change.
 
-    The gauge of z enters the result, so it belongs before ``GaugeOffsets``.
+    An offset common to all classes changes the result, so put this plant before ``GaugeOffsets``.
     """
 
     scales: Sequence[float]
@@ -116,7 +112,7 @@ class ClassAffine:
         checks.per_class("ClassAffine.scales", self.scales, num_classes, least=SMALLEST)
         checks.per_class("ClassAffine.biases", self.biases, num_classes)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``(z - b) / a``."""
         scales, biases = (_column(values, logits) for values in (self.scales, self.biases))
         return (logits - biases) / scales, None
@@ -126,20 +122,21 @@ class ClassAffine:
 class ClassConditional:
     """Confidence that depends on the winning class c: margins ``m_k = z_c - z_k`` become ``T_c m_k + o_c``, o_c >= 0.
 
-    The argmax stays, so a calibrator routed by it sees the same experts: ``cdc`` recovers T and o. With all offsets 0
-    ``cms-ap`` and ``cms-op`` do too; they cannot undo a positive offset, as theirs are non-negative.
+    The argmax stays, so a calibrator with one expert per predicted class uses the right experts: ``cdc`` recovers T and
+    o. With all offsets 0, ``cms-ap`` and ``cms-op`` do too; their offsets are non-negative, so they cannot undo a
+    positive one.
     """
 
     temperatures: Sequence[float]
     offsets: Sequence[float] | None = None
 
     def check(self, num_classes: int) -> None:
-        """One positive temperature and, if any, one non-negative offset for each class."""
+        """One positive temperature and, if given, one non-negative offset for each class."""
         checks.per_class("ClassConditional.temperatures", self.temperatures, num_classes, least=SMALLEST)
         if self.offsets is not None:
             checks.per_class("ClassConditional.offsets", self.offsets, num_classes, least=0)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``z_c - (T_c (z_c - z_k) + o_c [k != c])``."""
         winner = logits.argmax(0)
         best = logits.max(0)
@@ -154,20 +151,20 @@ class ClassConditional:
 class ConfidentlyWrong:
     """Patches (a ``share`` of the voxels) where winner k is taken for class k+1 (mod C): their logits are swapped.
 
-    There the network has left what it knows, so all logits are shallower (times ``depth``), yet it is sure; the truth
-    is among the losers, and the posterior is unchanged. No monotone map mends this; ``selective`` tells the patches by
-    their shallow logits and flattens them.
+    All logits there are multiplied by ``depth``, as a network's are outside of its training distribution, but it is
+    still sure of the wrong class. The posterior is unchanged. No monotone map can undo this; ``selective`` recognises
+    the patches by their smaller logits and flattens the probabilities there.
     """
 
     share: float = 0.1
     depth: float = 0.5
 
     def check(self, num_classes: int) -> None:
-        """The share is a share, the depth positive."""
+        """The share is from 0 to 1, the depth positive."""
         checks.interval("ConfidentlyWrong.share", self.share, 1, "a share of the voxels")
         checks.positive("ConfidentlyWrong.depth", self.depth)
 
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``depth * z`` with ``z_k`` and ``z_{k+1}`` swapped inside the patches."""
         winner = logits.argmax(0)[None]
         wrong = (winner + 1) % len(logits)
@@ -179,27 +176,22 @@ class ConfidentlyWrong:
 
 
 @dataclass(frozen=True)
-class GaugeOffsets:
+class GaugeOffsets(_PositiveParameters):
     """A smooth random offset common to all classes: ``z' = z + amplitude * g(v)``, g of variance 1.
 
-    The softmax is unchanged, so nothing needs undoing; calibrators of raw logits (``lts``, ``vs``, ``ms``) suffer.
+    The softmax is unchanged, so there is nothing to undo. Calibrators of raw logits (``lts``, ``vs``, ``ms``) suffer.
     """
 
     amplitude: float = 5.0
     smoothness: float = 8.0
 
-    def check(self, num_classes: int) -> None:
-        """Amplitude and smoothness are positive."""
-        checks.positive("GaugeOffsets.amplitude", self.amplitude)
-        checks.positive("GaugeOffsets.smoothness", self.smoothness)
-
-    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> tuple[Array, Array | float | None]:
+    def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``z + amplitude * g(v)``."""
         return logits + self.amplitude * grid.noise(rng, self.smoothness), None
 
 
 def demo_plant(num_classes: int) -> tuple[Plant, ...]:
-    """The fault of the demo's network: overconfident, more so at boundaries and for some classes, with mild gauge."""
+    """The fault of the demo's network: overconfident, more at boundaries and for some classes, with common offsets."""
     return (
         ClassConditional(tuple(1.0 + 0.6 * k / (num_classes - 1) for k in range(num_classes))),
         SpatialTemperature(near=2.4, far=1.2, reach=4.0),

@@ -1,4 +1,4 @@
-"""One scene: the world's posterior, labels drawn from it, an image of it, and a network's faulty logits."""
+"""One scene: a posterior, labels drawn from it, an image of it, and the faulty logits of a network."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from segcal.synthetic.shapes import log_posterior
 IGNORE_INDEX = 255
 VOLUME_SPACING = (2.0, 1.0, 1.0)
 
-# Every ingredient has its own random stream, so that changing one (say, the plant) leaves all others as they are.
+# Each ingredient has its own random stream, so changing one (such as the plant) leaves the others unchanged.
 _WORLD, _LABELS, _IMAGE, _PLANTS, _MEMBERS, _IGNORED, _SHIFT = range(1, 8)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known of one scene; without a batch axis.
+    """The tensors of one scene, without a batch axis.
 
     ``posterior (C, *S)`` is the distribution ``labels (*S)`` were drawn from; ``logits (C, *S)`` are the network's
     (pooled over ``members``, if any); ``temperature (*S)`` is the product of the planted temperatures, or None;
@@ -45,7 +45,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class SceneSpec:
-    """Everything that defines a family of scenes; ``segcal.synthetic.scenes`` explains the fields.
+    """The parameters of a family of scenes; ``segcal.synthetic.scenes`` explains them.
 
     Examples:
         >>> scene = SceneSpec(size=(32, 40)).generate(3)
@@ -83,7 +83,7 @@ class SceneSpec:
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
-        """Voxel size: volumes have thick slices, images none."""
+        """The voxel size of volumes, which have thick slices; None for images."""
         return VOLUME_SPACING if len(self.size) == 3 else None
 
     @cached_property
@@ -92,7 +92,7 @@ class SceneSpec:
         return Grid(self.size, self.spacing or (1.0, 1.0))
 
     def generate(self, index: int) -> Scene:
-        """The scene with this index: a function of the spec and the index alone."""
+        """The scene with this index. It depends on the parameters and the index only."""
         belief = log_posterior(self.grid, self.num_classes, self._rng(_WORLD, index))
         truth = self._shifted(belief)
         logits, temperature = self._planted(belief, index)
@@ -113,7 +113,7 @@ class SceneSpec:
         return np.random.default_rng([ingredient, self.seed, *key])
 
     def _shifted(self, belief: Array) -> Array:
-        """The truth after a covariate shift, ``S(log p / (1 + s) + s b)``: flatter, with another class prior."""
+        """The posterior after a covariate shift, ``S(log p / (1 + s) + s b)``: flatter, with another class prior."""
         if self.shift == 0:
             return belief
         prior = self._rng(_SHIFT).uniform(-1, 1, self.num_classes).reshape(-1, *[1] * len(self.size))
@@ -158,9 +158,9 @@ def draw_labels(
 
 
 def _image(grid: Grid, posterior: Array, shift: float, rng: np.random.Generator) -> Array:
-    """An image ``(channels, *S)``: each class in its own colour and grain, mixed where the truth is mixed, and lit.
+    """An image ``(channels, *S)``: each class has its own colour and grain, mixed by the posterior, with uneven light.
 
-    A covariate shift takes contrast away and adds noise.
+    A covariate shift lowers the contrast and adds noise.
     """
     volume = len(grid.size) == 3
     palette = _palette(len(posterior), volume) + 0.02 * rng.standard_normal((len(posterior), 1))
@@ -173,7 +173,7 @@ def _image(grid: Grid, posterior: Array, shift: float, rng: np.random.Generator)
 
 
 def _palette(count: int, grey: bool) -> Array:
-    """``(count, channels)`` well separated colours: hues (or greys) a golden angle apart, lightness in turns."""
+    """``(count, channels)`` distinct colours: hues (or greys) a golden angle apart, with alternating lightness."""
     turns = [0.382 * k % 1 for k in range(count)]
     if grey:
         return np.array([[0.15 + 0.7 * turn] for turn in turns])

@@ -1,9 +1,8 @@
-"""The world of a scene: territories, nested blobs, thin branches and a rare speck, as a posterior over classes.
+"""The shapes of a scene: territories, nested blobs, thin branches and a rare speck, as a posterior over classes.
 
 Every shape has a signed distance ``s`` to its edge, positive inside, and an edge width ``w`` that varies over the
-scene: it covers a voxel with probability ``sigmoid(s / w)``. Shapes are laid over each other in turn. So some edges are
-crisp and others are wide and truly uncertain, and the result is a distribution over classes at every voxel by
-construction.
+scene. It covers a voxel with probability ``sigmoid(s / w)``, and shapes are laid over each other in turn. So some edges
+are sharp, others are wide and uncertain, and every voxel has a distribution over classes.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from scipy.special import log_softmax
 
 from segcal.synthetic.fields import Array, Grid
 
-# Nothing is impossible: surprise saturates here (in nats), as the logits of trained networks do far inside a region.
+# Bound of -log p in nats: it saturates far inside a region, as the logits of trained networks do.
 DEEPEST_SURPRISE = 12.0
+# Share of the scenes that hold the rare class.
 RARE_SCENES = 1 / 3
 
 
@@ -59,7 +59,7 @@ def _cover(log_p: Array, layer: int, log_odds: Array) -> None:
 
 
 def _territories(grid: Grid, count: int, rng: np.random.Generator) -> Array:
-    """``count`` fields whose largest one owns the voxel; differences are about distances to the common edge."""
+    """``count`` fields, the largest of which wins a voxel; their differences approximate distances to the edge."""
     coarse = 0.16 * grid.scale
     field = grid.texture(rng, coarse, count) + 0.12 * grid.texture(rng, 0.25 * coarse, count)
     field[0] += 0.4
@@ -85,17 +85,17 @@ def _blobs(grid: Grid, within: Array | None, rng: np.random.Generator) -> Array:
 
 
 def _crowd(grid: Grid) -> int:
-    """How many shapes there are for one in a plane: a slice of a volume cuts only some of them."""
+    """The factor by which a volume has more shapes than an image, as a slice cuts only some of them."""
     return 3 if len(grid.size) == 3 else 1
 
 
 def _roundness(grid: Grid) -> float:
-    """What a radius is a fraction of: a ball takes less of a volume than a disc of a plane, so it is made larger."""
+    """The unit of radii, larger in volumes, as a ball covers a smaller share of a volume than a disc of a plane."""
     return grid.scale * (1.25 if len(grid.size) == 3 else 1.0)
 
 
 def _speck(grid: Grid, rng: np.random.Generator) -> Array:
-    """Signed distance to one small round thing."""
+    """Signed distance to one small round shape."""
     centre = rng.uniform(0.1, 0.9, len(grid.size)) * grid.extent
     radius = max(_roundness(grid) * rng.uniform(0.025, 0.055), 1.0)
     wobble = 0.3 * radius * grid.texture(rng, 0.03 * grid.scale)[0]
@@ -121,7 +121,7 @@ def _branches(grid: Grid, rng: np.random.Generator) -> Array:
     tangents = np.concatenate([np.gradient(curve[:, :-1], axis=0) for curve in curves])
     tangents /= np.maximum(np.linalg.norm(tangents, axis=1, keepdims=True), 1e-12)
 
-    # The nearest curve point is found on the voxel grid; the distance to its tangent segment then resolves sub-voxels.
+    # The nearest curve point is found on the voxel grid; the distance to its tangent is then exact within voxels.
     spacing = np.array(grid.spacing)
     cells = np.rint(points[:, :-1] / spacing).astype(int)
     visible = ((cells >= 0) & (cells < grid.size)).all(1)
@@ -140,7 +140,7 @@ def _curve(grid: Grid, start: Array, end: Array, thick: float, thin: float, rng:
     """Points ``(n, dims + 1)`` of a winding curve, half a unit apart or less; the last column is the radius."""
     length = float(np.linalg.norm(end - start))
     t = np.linspace(0, 1, int(4 * length) + 8)[:, None]
-    # Sines vanish at both ends, so branches start on their trunk.
+    # Sines are 0 at both ends, so branches start on their trunk.
     waves = np.sin(np.pi * t * np.arange(1, 6))
     bends = rng.standard_normal((5, len(start))) * (0.1 * length / np.arange(1, 6))[:, None]
     return np.hstack([start + (end - start) * t + waves @ bends, thick + (thin - thick) * t])

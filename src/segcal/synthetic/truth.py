@@ -1,4 +1,4 @@
-"""True calibration error: the distance of predicted probabilities to the known posterior, which only scenes allow."""
+"""True calibration error: the distance of predicted probabilities to the posterior, which is known for scenes only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from segcal.types import row_slices
 
 @dataclass(frozen=True)
 class TrueCalibrationError:
-    """Sums over voxels; errors of parts add up to that of the whole. The means are NaN where there is no voxel.
+    """Sums over voxels, which add up over parts. The means are NaN without voxels.
 
     Examples:
         >>> half = TrueCalibrationError(kl_sum=1.0, l1_sum=2.0, voxels=10)
@@ -41,14 +41,14 @@ class TrueCalibrationError:
 
 
 def true_calibration_error(log_probs: Tensor, posterior: Tensor, mask: Tensor | None = None) -> TrueCalibrationError:
-    """How far calibrated log-probabilities are from the truth: mean KL(p || q) and mean L1 over the voxels.
+    """The distance of calibrated log-probabilities from the posterior: mean KL(p || q) and mean L1 over the voxels.
 
-    The expected NLL of q is the entropy of p plus this KL, so the KL is what calibration can still gain.
+    The expected NLL of q is the entropy of p plus this KL, so the KL is the NLL that calibration can still remove.
 
     Args:
-        log_probs: ``log q (N, C, *spatial)``, normalised; ``-inf`` is legal and costs infinity only where p > 0.
+        log_probs: ``log q (N, C, *spatial)``, normalised; ``-inf`` is allowed; the KL is infinite only where p > 0.
         posterior: ``p (N, C, *spatial)``.
-        mask: ``(N, *spatial)`` bool, True = counts.
+        mask: ``(N, *spatial)`` bool, True where a voxel counts.
 
     Examples:
         >>> import torch
@@ -64,7 +64,7 @@ def true_calibration_error(log_probs: Tensor, posterior: Tensor, mask: Tensor | 
     voxel_shape = (log_probs.shape[0], *log_probs.shape[2:])
     if mask is not None and (tuple(mask.shape) != voxel_shape or mask.dtype != torch.bool):
         raise InputError(f"mask is {mask.dtype} of shape {tuple(mask.shape)}", expected=f"bool of shape {voxel_shape}")
-    if log_probs.ndim == 2:  # (N, C): the batch takes the place of the rows.
+    if log_probs.ndim == 2:  # (N, C): the batch becomes the rows.
         log_probs, posterior = log_probs.T[None], posterior.T[None]
         mask = None if mask is None else mask[None]
     total = TrueCalibrationError(0.0, 0.0, 0)
@@ -86,7 +86,7 @@ def _rows(log_q: Tensor, p: Tensor, mask: Tensor | None) -> TrueCalibrationError
 
 
 def _check_sums(probabilities: Tensor, name: str, fix: str | None = None) -> None:
-    # Half precision leaves a few thousandths of a sum over classes; logits and NaN are off by far more.
+    # Half precision changes a sum over classes by a few thousandths; logits and NaN are off by far more.
     sums = probabilities.sum(1)
     off = ~((sums - 1).abs() < 0.02)
     if bool(off.any()):
