@@ -1,10 +1,10 @@
 """Label fusion: one segmentation from several candidates, such as the labels of registered atlases.
 
-Shapes: ``candidates (M, *spatial)`` are the labels that M candidates propose, ``probabilities (M, *spatial)`` how
-probable each of them is to be right at each voxel. 2D and 3D alike; voxels are fused in chunks, so that memory beyond
-the inputs and the result does not grow with the image.
+Shapes: ``candidates (M, *spatial)`` are the labels that M candidates propose, ``probabilities (M, *spatial)`` the
+probability that each label is right. Voxels are fused in chunks, so memory beyond the inputs and the result does not
+grow with the image.
 
-The weight of a candidate's vote is where calibration counts: an overconfident candidate outvotes honest ones.
+Votes are weighted by probabilities, so calibration matters: an overconfident candidate outvotes calibrated ones.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from segcal.errors import InputError
 
 __all__ = ["best_calibration", "best_fusion", "joint", "joint_weights", "majority", "plurality", "weighted"]
 
-# Votes held at once: voxels of a chunk times classes.
+# Most votes (voxels of a chunk times classes) in memory at once.
 _CHUNK_VALUES = 2**22
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 
 
 def majority(candidates: Tensor, num_classes: int, *, undecided: int = 255) -> Tensor:
-    """The label that more than half of the candidates propose, ``undecided`` where there is none.
+    """The label that more than half of the candidates propose, or ``undecided`` if there is none.
 
     Examples:
         >>> majority(torch.tensor([[0, 1], [0, 2], [1, 0]]), num_classes=3)
@@ -37,7 +37,7 @@ def majority(candidates: Tensor, num_classes: int, *, undecided: int = 255) -> T
 
 
 def plurality(candidates: Tensor, num_classes: int) -> Tensor:
-    """The label that most candidates propose; the smallest of those that tie.
+    """The label that most candidates propose; of ties, the smallest.
 
     Examples:
         >>> plurality(torch.tensor([[2, 1], [2, 2], [1, 0]]), num_classes=3)
@@ -47,7 +47,7 @@ def plurality(candidates: Tensor, num_classes: int) -> Tensor:
 
 
 def weighted(candidates: Tensor, probabilities: Tensor, num_classes: int) -> Tensor:
-    """Spatially weighted voting: the label with the largest sum of ``w_i = p_i`` over those who propose it.
+    """Spatially weighted voting: the label with the largest sum of ``w_i = p_i`` over its candidates.
 
     Examples:
         >>> candidates = torch.tensor([[0], [0], [1]])
@@ -58,13 +58,13 @@ def weighted(candidates: Tensor, probabilities: Tensor, num_classes: int) -> Ten
 
 
 def joint(candidates: Tensor, probabilities: Tensor, num_classes: int, *, epsilon: float = 0.1) -> Tensor:
-    """Joint label fusion: weighted voting with ``joint_weights``, which see that errors come together.
+    """Joint label fusion: weighted voting with ``joint_weights``, which account for correlated errors.
 
-    Wang et al., PAMI 2013, with error probabilities in the place of intensities (Ding et al. 2021, appendix K).
+    Wang et al., PAMI 2013, with error probabilities instead of intensities (Ding et al. 2021, appendix K).
 
     Args:
         candidates: Labels 0..C-1, ``(M, *spatial)``.
-        probabilities: That each is right, ``(M, *spatial)``, in [0, 1].
+        probabilities: The probability that each is right, ``(M, *spatial)``, in [0, 1].
         num_classes: C.
         epsilon: See ``joint_weights``.
 
@@ -79,15 +79,15 @@ def joint(candidates: Tensor, probabilities: Tensor, num_classes: int, *, epsilo
 
 
 def joint_weights(probabilities: Tensor, *, epsilon: float = 0.1) -> Tensor:
-    """Weights ``(M, *spatial)``, of sum 1 at each voxel, that minimise the expected squared error of the vote.
+    """Weights ``(M, *spatial)`` that sum to 1 at each voxel and minimise the expected squared error of the vote.
 
     ``w = M^-1 1 / (1' M^-1 1)`` with ``M_ij = q_i q_j + epsilon [i = j]`` and ``q_i = 1 - p_i``, the probability that i
     and j are both wrong. M is of rank one plus a multiple of the identity, so by Sherman and Morrison
 
         w_i = (1 - d_i sum_j q_j / (epsilon + sum_j d_j^2)) / M,    d_i = q_i - mean q
 
-    without a matrix. Weights of candidates that are much worse than the others are negative. A large epsilon makes
-    them all equal.
+    without a matrix. Candidates that are much worse than the others get negative weights. A large epsilon makes all
+    weights equal.
 
     Examples:
         >>> joint_weights(torch.tensor([[0.9], [0.9], [0.2]])).flatten()
@@ -99,7 +99,7 @@ def joint_weights(probabilities: Tensor, *, epsilon: float = 0.1) -> Tensor:
 
 
 def best_fusion(candidates: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """The upper bound of fusing: the true label wherever any candidate proposes it, else the plurality's.
+    """The upper bound of fusion: the true label wherever any candidate proposes it, else the plurality's.
 
     Examples:
         >>> best_fusion(torch.tensor([[0, 1], [2, 1]]), torch.tensor([2, 0]), num_classes=3)
@@ -110,9 +110,9 @@ def best_fusion(candidates: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def best_calibration(candidates: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """The upper bound of calibrating: probability 1 where a candidate is right, ``1 / C`` where it is wrong.
+    """The upper bound of calibration: probability 1 where a candidate is right, ``1 / C`` where it is wrong.
 
-    To be given to ``joint`` (Ding et al. 2021, section 4.4).
+    Pass it to ``joint`` (Ding et al. 2021, section 4.4).
 
     Examples:
         >>> best_calibration(torch.tensor([[0, 1], [2, 1]]), torch.tensor([2, 1]), num_classes=4)
@@ -130,7 +130,7 @@ def _equal(probabilities: Tensor, candidates: Tensor) -> Tensor:
 def _vote(
     candidates: Tensor, probabilities: Tensor | None, num_classes: int, weights: Weights
 ) -> tuple[Tensor, Tensor]:
-    """The label with the largest sum of weights, the smallest of those that tie, and that sum: ``(*spatial)`` each."""
+    """The label with the largest sum of weights (of ties, the smallest) and that sum: ``(*spatial)`` each."""
     _check(candidates, probabilities, num_classes)
     flat = candidates.flatten(1)
     trust = flat if probabilities is None else probabilities.flatten(1)

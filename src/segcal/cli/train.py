@@ -15,8 +15,8 @@ from segcal.training import Trainer, convert, load_config
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; at least data and output.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the output.")] = False,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file with at least the keys data and output.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")] = False,
 ) -> None:
     """Train a network with any loss of segcal; write checkpoints, a log, and logits for validation and test.
 
@@ -25,7 +25,7 @@ def train_command(
     Example: segcal train run.toml && segcal evaluate run/logits-test
     """
     trainer = Trainer(load_config(config), resume=resume)
-    if not trainer.processes.first:  # The first process speaks for all.
+    if not trainer.processes.first:  # Only the first process prints.
         trainer.fit()
         return
     with progress("training", trainer.steps_left) as step:
@@ -47,13 +47,13 @@ def train_command(
 def convert_command(
     packed: Annotated[Path, typer.Argument(metavar="PACKED", help="An npz file of encoded images and labels.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
-    patients: Annotated[int | None, typer.Option(min=1, help="Only so many patients, drawn at random.")] = None,
-    seed: Annotated[int, seed_option("Of the draw, and of the 70/10/20 division.")] = 0,
-    groups: Annotated[str, typer.Option(help="Regular expression of the patient in a volume's name.")] = r"^([^_]+)",
-    class_names: Annotated[str | None, typer.Option(help="Comma-separated; known for acdc and camvid.")] = None,
-    ignore_index: Annotated[int | None, typer.Option(help="The ignored label; 255, for camvid 11.")] = None,
+    patients: Annotated[int | None, typer.Option(min=1, help="Keep only this many patients, drawn at random.")] = None,
+    seed: Annotated[int, seed_option("Seed of the draw and of the 70/10/20 split.")] = 0,
+    groups: Annotated[str, typer.Option(help="Regular expression that finds the patient in a volume's name.")] = r"^([^_]+)",
+    class_names: Annotated[str | None, typer.Option(help="Comma-separated. Known for acdc and camvid.")] = None,
+    ignore_index: Annotated[int | None, typer.Option(help="The ignored label. By default 255, for camvid 11.")] = None,
 ) -> None:
-    """Unpack an image dataset for training: images/, labels/ and segcal.toml with classes and splits.
+    """Unpack an image dataset for training into images/, labels/ and segcal.toml with classes and splits.
 
     Example: segcal convert acdc.npz acdc/ --patients 12
     """

@@ -1,1 +1,1 @@
-"""segcal inside other people's training loops. Each module imports its library where it is used."""
+"""segcal in the training loops of other libraries, which are imported on first use."""

@@ -1,4 +1,4 @@
-"""CRaC's controller in a Lightning trainer, of ``lightning`` or of ``pytorch_lightning``."""
+"""CRaC in a Lightning trainer, of ``lightning`` or of ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def crac_callback(loss: CRaC | None = None) -> Any:
-    """A Lightning callback that shows validation batches to CRaC losses and ends their epochs.
+    """A Lightning callback that updates the multipliers of CRaC losses after every validation epoch.
 
-    ``validation_step`` must return a dict with ``logits (B, C, *S)`` and ``labels (B, *S)``. The check before training
-    and a ``validate`` outside of it leave the multipliers alone. Multipliers of losses that are part of the
-    LightningModule are in its checkpoints anyway; a loss that is given is saved with the callback.
+    ``validation_step`` must return a dict with ``logits (B, C, *S)`` and ``labels (B, *S)``. The sanity check before
+    training and ``validate`` outside of it do not change the multipliers. A loss in the LightningModule is part of its
+    checkpoints; a loss given here is saved with the callback.
 
     Args:
-        loss: The loss to drive; by default all CRaC losses that are part of the LightningModule.
+        loss: The loss to update; by default all CRaC losses in the LightningModule.
     """
     base = _callback_class()
 
@@ -56,7 +56,7 @@ def crac_callback(loss: CRaC | None = None) -> Any:
 
 
 def _callback_class() -> Any:
-    """``Callback`` of the package in use: a trainer of one does not take the other's callbacks."""
+    """The ``Callback`` class of the package in use, as trainers do not accept the other package's callbacks."""
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback
@@ -74,7 +74,7 @@ def _losses(given: CRaC | None, module: nn.Module) -> list[CRaC]:
     if not found:
         raise InputError(
             f"{type(module).__name__} has no CRaC loss",
-            expected="a loss among its submodules, say self.loss = segcal.losses.CRaC(4)",
-            fix="or give it: crac_callback(loss)",
+            expected="a loss among its submodules, such as self.loss = segcal.losses.CRaC(4)",
+            fix="add one, or pass it: crac_callback(loss)",
         )
     return found
