@@ -15,8 +15,12 @@ from segcal.training import Trainer, convert, load_config
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file with at least the keys data and output.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")] = False,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A TOML file with at least the keys data and output.")
+    ],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")
+    ] = False,
 ) -> None:
     """Train a network with any loss of segcal; write checkpoints, a log, and logits for validation and test.
 
@@ -49,7 +53,9 @@ def convert_command(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
     patients: Annotated[int | None, typer.Option(min=1, help="Keep only this many patients, drawn at random.")] = None,
     seed: Annotated[int, seed_option("Seed of the draw and of the 70/10/20 split.")] = 0,
-    groups: Annotated[str, typer.Option(help="Regular expression that finds the patient in a volume's name.")] = r"^([^_]+)",
+    groups: Annotated[
+        str, typer.Option(help="Regular expression that finds the patient in a volume's name.")
+    ] = r"^([^_]+)",
     class_names: Annotated[str | None, typer.Option(help="Comma-separated. Known for acdc and camvid.")] = None,
     ignore_index: Annotated[int | None, typer.Option(help="The ignored label. By default 255, for camvid 11.")] = None,
 ) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from segcal.errors import InputError
 from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, check_patch, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.checks import Batch, PenaltyOptions, check_number, check_patch, prepare
+from segcal.losses.combine import penalised
 from segcal.losses.lagrangian import Multipliers
 from segcal.losses.patches import label_codes, patch_counts
 from segcal.losses.voxelwise import Part, Terms
@@ -29,10 +29,7 @@ def crac(
     margin: float = 1.0,
     *,
     patch: int = 3,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
+    **options: Unpack[PenaltyOptions],
 ) -> Tensor:
     """``crac``: ``base + mean over k of lambda h + rho h^2 / 2``, ``h = |tau_k - z_k|`` (Murugesan et al. 2024).
 
@@ -47,18 +44,20 @@ def crac(
         >>> crac(torch.zeros(1, 2, 4, 4), labels, torch.ones(2, 2), torch.ones(2, 2), base=None)
         tensor(0.7500)
     """
-    batch = prepare(logits, labels, ignore_index)
-    for name, table in (("multipliers", multipliers), ("rho", rho)):
-        if table.shape != (2, batch.num_classes):
-            raise InputError(f"{name} have shape {tuple(table.shape)}", expected=f"(2, {batch.num_classes})")
     check_number("margin", margin)
-    check_patch(patch, batch.labels.shape[1:])
-    part = Part(
-        lambda piece, _: _phr_terms(piece, multipliers, rho, margin, patch),
-        1 / batch.num_classes,
-        add=_one_pass(batch, (multipliers, rho), margin, patch),
-    )
-    return penalised(part, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+    def penalty(batch: Batch) -> Part:
+        for name, table in (("multipliers", multipliers), ("rho", rho)):
+            if table.shape != (2, batch.num_classes):
+                raise InputError(f"{name} have shape {tuple(table.shape)}", expected=f"(2, {batch.num_classes})")
+        check_patch(patch, batch.labels.shape[1:])
+        return Part(
+            lambda piece, _: _phr_terms(piece, multipliers, rho, margin, patch),
+            1 / batch.num_classes,
+            add=_one_pass(batch, (multipliers, rho), margin, patch),
+        )
+
+    return penalised(logits, labels, penalty, **options)
 
 
 def constraint(batch: Batch, margin: float, patch: int) -> tuple[Tensor, Tensor]:

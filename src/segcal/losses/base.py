@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from segcal.errors import InputError
+from segcal.losses.checks import DEFAULTS
 
 
 class Loss(nn.Module):
@@ -20,7 +21,7 @@ class Loss(nn.Module):
 
     Attributes:
         id: The loss's name in ``segcal.LOSSES``.
-        function: ``(logits, labels, ..., options)`` to a loss; parameters with a default are the options.
+        function: ``(logits, labels, ..., **options)`` to a loss.
         translation_invariant: Whether a constant added to all logits of a voxel changes nothing.
         neighbourhood: Whether the loss of a voxel depends on the labels around it, so that it needs an image.
         views: How many views of each image a batch must hold, one after the other.
@@ -62,9 +63,12 @@ class Loss(nn.Module):
 
     @classmethod
     def _signature(cls) -> inspect.Signature:
-        """The options of the function."""
+        """The options of the function: parameters with a default, and the shared ``**options``."""
         parameters = inspect.signature(cls.function).parameters.values()
-        return inspect.Signature([one for one in parameters if one.default is not one.empty])
+        shared = get_type_hints(cls.function).get("options")  # Unpack[a TypedDict]
+        names = () if shared is None else shared.__args__[0].__annotations__
+        common = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name]) for name in names]
+        return inspect.Signature([*(one for one in parameters if one.default is not one.empty), *common])
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import InputError, check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, check_number, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.checks import BaseOptions, Batch, check_number
+from segcal.losses.combine import penalised
 from segcal.losses.voxelwise import correct_voxels
 
 __all__ = ["ML1ACE", "MMCE", "ml1_ace", "mmce"]
@@ -19,14 +20,7 @@ Bins = Literal["hard", "soft"]
 
 
 def mmce(
-    logits: Tensor,
-    labels: Tensor,
-    weight: float = 1.0,
-    *,
-    width: float = 0.4,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
+    logits: Tensor, labels: Tensor, weight: float = 1.0, *, width: float = 0.4, **options: Unpack[BaseOptions]
 ) -> Tensor:
     """``mmce``: ``base + weight * sqrt(mean over i, j of e_i e_j exp(-|r_i - r_j| / width))`` (Kumar et al. 2018).
 
@@ -41,8 +35,7 @@ def mmce(
         tensor(0.)
     """
     check_number("width", width, lowest=1e-2)
-    batch = prepare(logits, labels, ignore_index)
-    return penalised(weight * _mmce(batch, width), base, batch, (logits, labels), class_weights=class_weights)
+    return penalised(logits, labels, lambda batch: weight * _mmce(batch, width), **options)
 
 
 def _mmce(batch: Batch, width: float) -> Tensor:
@@ -72,9 +65,7 @@ def ml1_ace(
     bins: Bins = "hard",
     *,
     num_bins: int = 20,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
+    **options: Unpack[BaseOptions],
 ) -> Tensor:
     """``ml1-ace``: ``base + weight * mean over images, classes, bins of |mean p_k - share of k|`` (Barfoot et al.).
 
@@ -92,9 +83,7 @@ def ml1_ace(
     check_name("bins", bins, get_args(Bins))
     if num_bins < 1:
         raise InputError(f"num_bins is {num_bins}", expected="at least 1")
-    batch = prepare(logits, labels, ignore_index)
-    penalty = weight * _average_gap(batch, bins, num_bins)
-    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights)
+    return penalised(logits, labels, lambda batch: weight * _average_gap(batch, bins, num_bins), **options)
 
 
 def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:

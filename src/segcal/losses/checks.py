@@ -7,8 +7,8 @@ Shape conventions of all losses: logits are ``(B, C, *S)`` with C >= 2; labels a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,38 @@ from segcal.errors import InputError
 
 Reduction = Literal["mean", "sum", "none"]
 ClassWeights = Tensor | Sequence[float]
+Base = Literal["ce"] | Callable[[Tensor, Tensor], Tensor] | None
+
+
+class Options(TypedDict, total=False):
+    """The options of every loss.
+
+    ``class_weights``: one per class, of the voxel's label; None, the default, weighs all alike.
+    ``ignore_index``: the label of ignored voxels; 255 by default.
+    """
+
+    class_weights: ClassWeights | None
+    ignore_index: int
+
+
+class VoxelOptions(Options, total=False):
+    """The options of a loss that is a sum over voxels; ``reduction`` is "mean" by default."""
+
+    reduction: Reduction
+
+
+class BaseOptions(Options, total=False):
+    """The options of a penalty on a whole batch; ``base`` is "ce" by default, see ``segcal.losses.combine``."""
+
+    base: Base
+
+
+class PenaltyOptions(VoxelOptions, BaseOptions, total=False):
+    """The options of a penalty that is a sum over voxels."""
+
+
+#: The defaults of these options.
+DEFAULTS = {"class_weights": None, "ignore_index": 255, "reduction": "mean", "base": "ce"}
 
 
 class Batch(NamedTuple):

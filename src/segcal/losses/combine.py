@@ -8,27 +8,27 @@ All penalised losses work the same way. ``base="ce"`` (the default) adds cross-e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from torch import Tensor, nn
 
 from segcal.errors import InputError
-from segcal.losses.checks import Batch, ClassWeights, Reduction
+from segcal.losses.checks import Base, Batch, ClassWeights, Reduction, prepare
 from segcal.losses.voxelwise import Part, cross_entropy_part, voxel_loss
-
-Base = Literal["ce"] | Callable[[Tensor, Tensor], Tensor] | None
 
 
 def penalised(
-    penalty: Part | Tensor,
-    base: Base,
-    batch: Batch,
-    inputs: tuple[Tensor, Tensor],
+    logits: Tensor,
+    labels: Tensor,
+    make_penalty: Callable[[Batch], Part | Tensor],
     *,
-    class_weights: ClassWeights | None,
+    base: Base = "ce",
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The weighted penalty plus its base; ``inputs`` are the logits and labels that the user gave."""
+    """The weighted penalty that ``make_penalty`` computes from the checked batch, plus its base."""
+    batch = prepare(logits, labels, ignore_index)
+    penalty = make_penalty(batch)
     if base == "ce":
         cross_entropy = cross_entropy_part(batch, class_weights)
         if isinstance(penalty, Part):  # The two share one gradient.
@@ -44,7 +44,7 @@ def penalised(
         return penalty
     if not callable(base):
         raise InputError(f"base is {base!r}", expected="'ce', None or a callable base(logits, labels)")
-    return base(*inputs) + penalty
+    return base(logits, labels) + penalty
 
 
 class CombinedLoss(nn.Module):

@@ -6,11 +6,12 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import InputError, check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.checks import Batch, PenaltyOptions, Reduction
+from segcal.losses.combine import penalised
 from segcal.regions.boundary import label_boundary
 
 __all__ = ["BWCR", "bwcr"]
@@ -21,16 +22,7 @@ REACH = 10
 FLOOR = 0.01
 
 
-def bwcr(
-    logits: Tensor,
-    labels: Tensor,
-    weight: float = 1.0,
-    *,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def bwcr(logits: Tensor, labels: Tensor, weight: float = 1.0, **options: Unpack[PenaltyOptions]) -> Tensor:
     """``bwcr``: ``base + weight * mean of w mean over k of (z_k - z'_k)^2``, two views z, z' (Karani et al. 2023).
 
     ``w = max(10 - d, 0) / 10 + 0.01``, d the distance in voxels to the nearest label boundary (0 on both its sides).
@@ -44,10 +36,9 @@ def bwcr(
         >>> bwcr(torch.cat((view, view)), torch.cat((labels, labels)), base=None)
         tensor(0.)
     """
+    reduction = options.get("reduction", "mean")
     check_name("reduction", reduction, get_args(Reduction))
-    batch = prepare(logits, labels, ignore_index)
-    penalty = weight * _consistency(batch, reduction)
-    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+    return penalised(logits, labels, lambda batch: weight * _consistency(batch, reduction), **options)
 
 
 def _consistency(batch: Batch, reduction: Reduction) -> Tensor:

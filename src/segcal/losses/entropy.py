@@ -6,24 +6,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
-from segcal.losses.combine import Base, penalised
-from segcal.losses.voxelwise import Part, Terms, correct_voxels, minus_labels, softmax, voxel_loss, weighted_part
+from segcal.losses.checks import Batch, PenaltyOptions, VoxelOptions, check_number
+from segcal.losses.combine import penalised
+from segcal.losses.voxelwise import Part, Terms, correct_voxels, minus_labels, softmax, weighted_loss
 
 __all__ = ["ECP", "MEEP", "Focal", "LabelSmoothing", "ecp", "focal", "label_smoothing", "meep"]
 
 
-def focal(
-    logits: Tensor,
-    labels: Tensor,
-    gamma: float = 3.0,
-    *,
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def focal(logits: Tensor, labels: Tensor, gamma: float = 3.0, **options: Unpack[VoxelOptions]) -> Tensor:
     """``focal``: ``-w_y (1 - p_y)^gamma log p_y`` (Lin et al. 2017; for calibration Mukhoti et al. 2020).
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. The mean divides by the sum of ``w_y``. ``gamma=0`` is cross-entropy.
@@ -33,8 +26,7 @@ def focal(
         tensor(0.3466)
     """
     check_number("gamma", gamma)
-    batch = prepare(logits, labels, ignore_index)
-    return voxel_loss(batch, [weighted_part(batch, class_weights, partial(_focal_terms, gamma))], reduction)
+    return weighted_loss(logits, labels, partial(_focal_terms, gamma), **options)
 
 
 def _focal_terms(gamma: float, batch: Batch, class_weights: Tensor | None, out: Tensor | None) -> Terms:
@@ -51,15 +43,7 @@ def _focal_terms(gamma: float, batch: Batch, class_weights: Tensor | None, out: 
     return Terms(value, minus_labels(soft.probabilities, index).mul_(slope))
 
 
-def label_smoothing(
-    logits: Tensor,
-    labels: Tensor,
-    alpha: float = 0.1,
-    *,
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def label_smoothing(logits: Tensor, labels: Tensor, alpha: float = 0.1, **options: Unpack[VoxelOptions]) -> Tensor:
     """``ls``: cross-entropy with targets ``(1 - alpha) onehot(y) + alpha / C`` (Szegedy et al. 2016).
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. Class weights act as in PyTorch: each class's term has its own weight,
@@ -71,8 +55,7 @@ def label_smoothing(
         (tensor(0.2269), tensor(0.2269))
     """
     check_number("alpha", alpha, highest=1.0)
-    batch = prepare(logits, labels, ignore_index)
-    return voxel_loss(batch, [weighted_part(batch, class_weights, partial(_smoothing_terms, alpha))], reduction)
+    return weighted_loss(logits, labels, partial(_smoothing_terms, alpha), **options)
 
 
 def _smoothing_terms(alpha: float, batch: Batch, weights: Tensor | None, out: Tensor | None) -> Terms:
@@ -91,16 +74,7 @@ def _smoothing_terms(alpha: float, batch: Batch, weights: Tensor | None, out: Te
     return Terms(value.squeeze(1), gradient)
 
 
-def ecp(
-    logits: Tensor,
-    labels: Tensor,
-    weight: float = 0.1,
-    *,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def ecp(logits: Tensor, labels: Tensor, weight: float = 0.1, **options: Unpack[PenaltyOptions]) -> Tensor:
     """``ecp``: ``base - weight * H(p)``, H the entropy over classes (Pereyra et al. 2017).
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in ``segcal.losses.combine``. ``weight=0`` is the base.
@@ -109,21 +83,10 @@ def ecp(
         >>> ecp(torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long), base=None, weight=1.0)
         tensor(-0.6931)
     """
-    batch = prepare(logits, labels, ignore_index)
-    penalty = Part(_confidence_terms, weight)
-    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+    return penalised(logits, labels, lambda batch: Part(_confidence_terms, weight), **options)
 
 
-def meep(
-    logits: Tensor,
-    labels: Tensor,
-    weight: float = 1.0,
-    *,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def meep(logits: Tensor, labels: Tensor, weight: float = 1.0, **options: Unpack[PenaltyOptions]) -> Tensor:
     """``meep``: ``base - weight * H(p)`` of the mispredicted voxels only (Larrazabal et al. 2023).
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. As in the paper, the entropy is averaged over the mispredicted voxels
@@ -134,13 +97,10 @@ def meep(
         >>> meep(z, torch.tensor([[0, 1]]), base=None) == meep(z[..., 1:], torch.tensor([[1]]), base=None)
         tensor(True)
     """
-    batch = prepare(logits, labels, ignore_index)
-    with torch.no_grad():
-        wrong = _wrong(batch)
-    penalty = Part(_wrong_confidence_terms, weight, mass=wrong)
-    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+    return penalised(logits, labels, lambda batch: Part(_wrong_confidence_terms, weight, mass=_wrong(batch)), **options)
 
 
+@torch.no_grad()
 def _wrong(batch: Batch) -> Tensor:
     """``(B, *S)``, 1 where the prediction is not the label, 0 elsewhere."""
     return (~correct_voxels(batch, batch.logits.amax(1, keepdim=True))).to(batch.logits.dtype)

@@ -5,25 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
+from typing_extensions import Unpack
 
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.checks import Batch, PenaltyOptions, check_number
+from segcal.losses.combine import penalised
 from segcal.losses.voxelwise import Part, Terms
 
 __all__ = ["MbLS", "mbls"]
 
 
 def mbls(
-    logits: Tensor,
-    labels: Tensor,
-    weight: float = 0.1,
-    margin: float = 10.0,
-    *,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
+    logits: Tensor, labels: Tensor, weight: float = 0.1, margin: float = 10.0, **options: Unpack[PenaltyOptions]
 ) -> Tensor:
     """``mbls``: ``base + weight * mean over k of max(0, max(z) - z_k - margin)`` (Liu et al. 2022).
 
@@ -35,9 +28,11 @@ def mbls(
         tensor(2.)
     """
     check_number("margin", margin)
-    batch = prepare(logits, labels, ignore_index)
-    penalty = Part(lambda piece, _: _margin_terms(piece, margin), weight / batch.num_classes)
-    return penalised(penalty, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+    def penalty(batch: Batch) -> Part:
+        return Part(lambda piece, _: _margin_terms(piece, margin), weight / batch.num_classes)
+
+    return penalised(logits, labels, penalty, **options)
 
 
 def _margin_terms(batch: Batch, margin: float) -> Terms:

@@ -6,13 +6,14 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, check_patch, prepare
-from segcal.losses.combine import Base, penalised
+from segcal.losses.checks import Batch, PenaltyOptions, VoxelOptions, check_number, check_patch
+from segcal.losses.combine import penalised
 from segcal.losses.patches import Prior, class_planes, gaussian_weights, label_prior
-from segcal.losses.voxelwise import Part, Terms, softmax, voxel_loss, weighted_part
+from segcal.losses.voxelwise import Part, Terms, softmax, weighted_loss
 
 __all__ = ["NACL", "SVLS", "nacl", "svls"]
 
@@ -21,14 +22,7 @@ On = Literal["logits", "softmax"]
 
 
 def svls(
-    logits: Tensor,
-    labels: Tensor,
-    sigma: float = 2.0,
-    share: float = 0.5,
-    *,
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
+    logits: Tensor, labels: Tensor, sigma: float = 2.0, share: float = 0.5, **options: Unpack[VoxelOptions]
 ) -> Tensor:
     """``svls``: cross-entropy with labels smoothed by their neighbours (Islam and Glocker 2021).
 
@@ -43,12 +37,11 @@ def svls(
         tensor(True)
     """
     check_number("share", share, highest=1.0)
-    batch = prepare(logits, labels, ignore_index)
 
     def terms(piece: Batch, weights: Tensor | None, out: Tensor | None) -> Terms:
         return _soft_target_terms(piece, smoothed_labels(piece, sigma, share), weights, out)
 
-    return voxel_loss(batch, [weighted_part(batch, class_weights, terms)], reduction)
+    return weighted_loss(logits, labels, terms, **options)
 
 
 def smoothed_labels(batch: Batch, sigma: float, share: float) -> Tensor:
@@ -102,10 +95,7 @@ def nacl(
     penalty: Penalty = "l1",
     on: On = "logits",
     sigma: float = 2.0,
-    base: Base = "ce",
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
+    **options: Unpack[PenaltyOptions],
 ) -> Tensor:
     """``nacl``: ``base + weight * mean over k of |tau_k - z_k|`` (Murugesan et al. 2023).
 
@@ -121,12 +111,11 @@ def nacl(
     """
     check_name("penalty", penalty, get_args(Penalty))
     check_name("on", on, get_args(On))
-    batch = prepare(logits, labels, ignore_index)
-    part = Part(
-        lambda piece, _: _nacl_terms(piece, label_prior(piece, prior, patch, sigma), penalty, on),
-        weight / batch.num_classes,
-    )
-    return penalised(part, base, batch, (logits, labels), class_weights=class_weights, reduction=reduction)
+
+    def terms(piece: Batch, _: Tensor | None) -> Terms:
+        return _nacl_terms(piece, label_prior(piece, prior, patch, sigma), penalty, on)
+
+    return penalised(logits, labels, lambda batch: Part(terms, weight / batch.num_classes), **options)
 
 
 def _nacl_terms(batch: Batch, tau: Tensor, penalty: Penalty, on: On) -> Terms:

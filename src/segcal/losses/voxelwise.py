@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from typing_extensions import Unpack
 
 from segcal.errors import check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, class_weight_tensor, prepare
+from segcal.losses.checks import Batch, ClassWeights, Reduction, VoxelOptions, class_weight_tensor, prepare
 
 __all__ = ["CrossEntropy", "cross_entropy"]
 
@@ -205,13 +206,28 @@ def correct_voxels(batch: Batch, top: Tensor) -> Tensor:
     return first == batch.num_classes - batch.labels
 
 
-def weighted_part(
-    batch: Batch, class_weights: ClassWeights | None, terms: Callable[[Batch, Tensor | None, Tensor | None], Terms]
-) -> Part:
+WeightedTerms = Callable[[Batch, Tensor | None, Tensor | None], Terms]
+
+
+def weighted_part(batch: Batch, class_weights: ClassWeights | None, terms: WeightedTerms) -> Part:
     """A part whose mean divides by the class weights of the labels; ``terms`` takes a batch, the weights and out."""
     weights = class_weight_tensor(class_weights, batch.logits)
     mass = None if weights is None else weights[batch.labels]
     return Part(lambda piece, out: terms(piece, weights, out), mass=mass)
+
+
+def weighted_loss(
+    logits: Tensor,
+    labels: Tensor,
+    terms: WeightedTerms,
+    *,
+    class_weights: ClassWeights | None = None,
+    ignore_index: int = 255,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """A loss of a single weighted part."""
+    batch = prepare(logits, labels, ignore_index)
+    return voxel_loss(batch, [weighted_part(batch, class_weights, terms)], reduction)
 
 
 def cross_entropy_part(batch: Batch, class_weights: ClassWeights | None) -> Part:
@@ -237,14 +253,7 @@ def minus_labels(probabilities: Tensor, index: Tensor) -> Tensor:
     return probabilities.scatter_add_(1, index, probabilities.new_tensor(-1).expand(index.shape))
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, **options: Unpack[VoxelOptions]) -> Tensor:
     """``ce``: ``-w_y log S(z)_y``, as ``torch.nn.functional.cross_entropy``, but 0 if every voxel is ignored.
 
     ``logits (B, C, *S)``, ``labels (B, *S)``. The mean divides by the sum of the weights ``w_y`` of the valid voxels.
@@ -253,8 +262,7 @@ def cross_entropy(
         >>> cross_entropy(torch.zeros(1, 4, 2, 2), torch.tensor([[[0, 1], [2, 255]]])).exp()
         tensor(4.)
     """
-    batch = prepare(logits, labels, ignore_index)
-    return voxel_loss(batch, [cross_entropy_part(batch, class_weights)], reduction)
+    return weighted_loss(logits, labels, _cross_entropy_terms, **options)
 
 
 class CrossEntropy(Loss):

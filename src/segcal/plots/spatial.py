@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from segcal.types import Case
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure, FigureBase
 
 _WITH_IMAGE: list[Any] = [["image", "label", "prediction", "error"], ["confidence", "balance", "band", "legend"]]
@@ -106,25 +105,27 @@ def _draw_error(ax: Axes, view: View, error: Plane) -> None:
 
 def _draw_confidence(figure: FigureBase, ax: Axes, view: View, confidence: Plane) -> None:
     least = 1 / view.case.shape[1]
-    shown = view.show(ax, np.ma.masked_invalid(confidence), cmap="viridis", vmin=least, vmax=1)
-    frame(ax, "confidence")
-    bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
-    _mark(bar, [least, (1 + least) / 2, 1], [f"1/C = {least:.2g}", f"{(1 + least) / 2:.2g}", "1"])
+    middle = (1 + least) / 2
+    labels = {least: f"1/C = {least:.2g}", middle: f"{middle:.2g}", 1.0: "1"}
+    _draw_scaled(figure, ax, view, confidence, "confidence", "viridis", labels)
 
 
 def _draw_balance(figure: FigureBase, ax: Axes, view: View, balance: Plane) -> None:
     finite = np.abs(balance[np.isfinite(balance)])
     limit = max(float(np.percentile(finite, 98)) if finite.size else 1.0, 1e-3)
-    colours = style.signed_colours()
-    shown = view.show(ax, np.ma.masked_invalid(balance), cmap=colours, vmin=-limit, vmax=limit)
-    frame(ax, "confidence balance (NLL − entropy)")
+    labels = {-limit: f"−{limit:.2g} under", 0.0: "0", limit: f"{limit:.2g} over"}
+    _draw_scaled(figure, ax, view, balance, "confidence balance (NLL − entropy)", style.signed_colours(), labels)
+
+
+def _draw_scaled(
+    figure: FigureBase, ax: Axes, view: View, plane: Plane, title: str, colours: Any, labels: Mapping[float, str]
+) -> None:
+    """A map with a colour scale, labelled at both ends and in the middle."""
+    shown = view.show(ax, np.ma.masked_invalid(plane), cmap=colours, vmin=min(labels), vmax=max(labels))
+    frame(ax, title)
     bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
-    _mark(bar, [-limit, 0, limit], [f"−{limit:.2g} under", "0", f"{limit:.2g} over"])
-
-
-def _mark(bar: Colorbar, ticks: Sequence[float], labels: Sequence[str]) -> None:
-    """Ticks at both ends and in the middle. The outer labels stay within the scale, so that all panels are aligned."""
-    bar.set_ticks(ticks, labels=labels)
+    bar.set_ticks(list(labels), labels=list(labels.values()))
+    # The outer labels stay within the scale, so that all panels are aligned.
     first, _, last = bar.ax.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")

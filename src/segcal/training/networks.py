@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -100,7 +100,7 @@ class UNet(nn.Module):
                 expected=f"(B, {self.channels}, {', '.join('DHW'[3 - self.dims :])})",
             )
         space = images.shape[2:]
-        x = _enlarge(images, [_padded(size, self.multiple) - size for size in space])
+        x = pad_end(images, [_padded(size, self.multiple) for size in space], mode="replicate")
         if self.dims == 2:
             x = x.contiguous(memory_format=torch.channels_last)
         skips = []
@@ -183,7 +183,7 @@ def _padded(size: int, multiple: int) -> int:
     return max(2, -(-size // multiple)) * multiple if multiple > 1 else size
 
 
-def _enlarge(images: Tensor, by: list[int]) -> Tensor:
-    if not any(by):
-        return images
-    return F.pad(images, [amount for size in reversed(by) for amount in (0, size)], mode="replicate")
+def pad_end(tensor: Tensor, size: Sequence[int], *, mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad the last axes at their end to a size."""
+    missing = [want - have for want, have in zip(size, tensor.shape[-len(size) :], strict=True)]
+    return F.pad(tensor, [amount for lack in reversed(missing) for amount in (0, lack)], mode, value)

@@ -53,35 +53,12 @@ class ConvertReport:
 
 
 @dataclass(frozen=True)
-class _Blobs:
-    """Encoded images, concatenated."""
-
-    key: str
-    data: Array
-    starts: Array
-    lengths: Array
-
-    def read(self, index: int, scan: str) -> Array:
-        start = int(self.starts[index])
-        encoded = self.data[start : start + int(self.lengths[index])].tobytes()
-        try:
-            with Image.open(io.BytesIO(encoded)) as image:
-                array = np.asarray(image)
-        except Exception as error:  # Decoders raise many kinds of errors.
-            raise DataError(
-                f"number {index} of {self.key} cannot be decoded ({error})", case=scan, expected="JPEG or PNG"
-            ) from None
-        return np.moveaxis(array, -1, 0) if array.ndim == 3 else array
-
-
-@dataclass(frozen=True)
 class _Scan:
-    """The slices of a scan, as indices into the arrays with a prefix. ``stacked`` slices form a volume."""
+    """The slices of a scan, as indices into the arrays with a prefix. Without a prefix, they form a volume."""
 
     name: str
     prefix: str
     slices: tuple[int, ...]
-    stacked: bool
 
 
 def convert(
@@ -152,12 +129,12 @@ def _write(
     parts = _split(scans, patients, seed, groups) if volumes else _subset(scans, patients, seed)
     chosen = {name for part in parts.values() for name in part}
     kept = [scan for scan in scans if scan.name in chosen]
-    blobs = {prefix: _blobs(arrays, prefix) for prefix in sorted({scan.prefix for scan in kept})}
+    encoded = {prefix: _encoded(arrays, prefix) for prefix in sorted({scan.prefix for scan in kept})}
     highest = 0
     for scan in kept:
         progress(scan.name)
-        image, labels = (_join(source, scan) for source in blobs[scan.prefix])
-        if image.shape[image.ndim - labels.ndim :] != labels.shape or labels.ndim != 2 + scan.stacked:
+        image, labels = (_decode(key, items, scan) for key, items in encoded[scan.prefix].items())
+        if image.shape[image.ndim - labels.ndim :] != labels.shape or labels.ndim != 2 + volumes:
             raise DataError(
                 f"labels of shape {labels.shape} for an image of {image.shape}",
                 case=scan.name,
@@ -182,7 +159,8 @@ def _open(path: Path) -> Mapping[str, Array]:
     except Exception as error:  # NumPy and zipfile raise many kinds of errors.
         raise DataError(f"cannot be read ({error})", where=str(path), expected="a packed npz file") from None
     prefixes = [prefix for prefix in _PREFIXES.values() if f"{prefix}names" in arrays]
-    expected = [f"{prefix}{key}" for prefix in prefixes for key in _KEYS] if prefixes else [*_KEYS, "volume"]
+    whole = "volume" in arrays or not prefixes
+    expected = [*_KEYS, "volume"] if whole else [f"{prefix}{key}" for prefix in prefixes for key in _KEYS]
     if not all(key in arrays for key in expected):
         raise DataError(
             f"holds the arrays {', '.join(arrays) or '(none)'}",
@@ -203,12 +181,12 @@ def _volumes(names: Array) -> list[_Scan]:
     slices: dict[str, list[int]] = {}
     for index, name in enumerate(_names(names, "volume")):
         slices.setdefault(name, []).append(index)
-    return [_Scan(name, "", tuple(indices), stacked=True) for name, indices in slices.items()]
+    return [_Scan(name, "", tuple(indices)) for name, indices in slices.items()]
 
 
 def _images(arrays: Mapping[str, Array]) -> list[_Scan]:
     scans = [
-        _Scan(name, prefix, (index,), stacked=False)
+        _Scan(name, prefix, (index,))
         for prefix in _PREFIXES.values()
         if f"{prefix}names" in arrays
         for index, name in enumerate(_names(arrays[f"{prefix}names"], f"{prefix}names"))
@@ -218,10 +196,10 @@ def _images(arrays: Mapping[str, Array]) -> list[_Scan]:
     return scans
 
 
-def _blobs(arrays: Mapping[str, Array], prefix: str) -> tuple[_Blobs, _Blobs]:
-    """Images and labels with a prefix, checked: one for each name, with lengths that add up to the bytes."""
-    count = len(arrays["volume" if not prefix else f"{prefix}names"])
-    found = []
+def _encoded(arrays: Mapping[str, Array], prefix: str) -> dict[str, list[Array]]:
+    """The bytes of each image and label with a prefix, checked: one for each name, with lengths that add up."""
+    count = len(arrays[f"{prefix}names" if prefix else "volume"])
+    found = {}
     for key in (f"{prefix}images", f"{prefix}labels"):
         data, lengths = arrays[key], arrays[f"{key}_len"]
         if data.dtype != np.uint8 or data.ndim != 1:
@@ -233,14 +211,23 @@ def _blobs(arrays: Mapping[str, Array], prefix: str) -> tuple[_Blobs, _Blobs]:
             )
         if (total := sum(lengths.tolist())) != len(data):
             raise DataError(f"{key}_len adds up to {total}", expected=f"{len(data)}, the bytes of {key}")
-        found.append(_Blobs(key, data, np.cumsum(lengths, dtype=np.int64) - lengths, lengths))
-    return found[0], found[1]
+        found[key] = np.split(data, np.cumsum(lengths[:-1], dtype=np.int64))
+    return found
 
 
-def _join(source: _Blobs, scan: _Scan) -> Array:
+def _decode(key: str, encoded: Sequence[Array], scan: _Scan) -> Array:
     """A volume ``([channels,] z, y, x)``, or an image ``([channels,] y, x)``."""
-    slices = [source.read(index, scan.name) for index in scan.slices]
-    if not scan.stacked:
+    slices = []
+    for index in scan.slices:
+        try:
+            with Image.open(io.BytesIO(encoded[index].tobytes())) as image:
+                array = np.asarray(image)
+        except Exception as error:  # Decoders raise many kinds of errors.
+            raise DataError(
+                f"number {index} of {key} cannot be decoded ({error})", case=scan.name, expected="JPEG or PNG"
+            ) from None
+        slices.append(np.moveaxis(array, -1, 0) if array.ndim == 3 else array)
+    if scan.prefix:
         return np.ascontiguousarray(slices[0])
     if len({array.shape for array in slices}) > 1:
         raise DataError("slices of different sizes", case=scan.name, expected="one size in a volume")

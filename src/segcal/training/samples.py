@@ -15,6 +15,7 @@ from torch.utils import data
 
 from segcal.training.config import Augmentation
 from segcal.training.data import Scan
+from segcal.training.networks import pad_end
 
 # Largest angle of the rotation augmentation.
 MOST_DEGREES = 15.0
@@ -83,8 +84,8 @@ class Samples(data.Dataset[Sample]):
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack samples; smaller ones are padded with ignored voxels."""
         size = [max(sizes) for sizes in zip(*(sample.labels.shape for sample in samples), strict=True)]
-        images = torch.stack([_pad(sample.views, size, 0.0) for sample in samples], 1).flatten(0, 1)
-        labels = torch.stack([_pad(sample.labels, size, self.ignore_index) for sample in samples])
+        images = torch.stack([pad_end(sample.views, size) for sample in samples], 1).flatten(0, 1)
+        labels = torch.stack([pad_end(sample.labels, size, value=self.ignore_index) for sample in samples])
         return Batch(images, labels.repeat(self.views, *(1,) * self.dims))
 
 
@@ -162,13 +163,7 @@ def _crop(
     start = [int(rng.integers(max(0, have - want) + 1)) for have, want in zip(labels.shape, size, strict=True)]
     part = tuple(slice(first, first + want) for first, want in zip(start, size, strict=True))
     channels_too = (slice(None), *part)
-    return _pad(image[channels_too], size, 0.0), _pad(labels[part], size, ignore_index)
-
-
-def _pad(tensor: Tensor, size: Sequence[int], value: float) -> Tensor:
-    """Pad the last axes at their end."""
-    missing = [want - have for want, have in zip(size, tensor.shape[-len(size) :], strict=True)]
-    return F.pad(tensor, [amount for lack in reversed(missing) for amount in (0, lack)], value=value)
+    return pad_end(image[channels_too], size), pad_end(labels[part], size, value=ignore_index)
 
 
 def _view(image: Tensor, rng: np.random.Generator) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
@@ -208,9 +209,7 @@ def _compressed(image: Tensor, quality: int) -> Tensor:
     return torch.from_numpy(np.stack(planes).reshape(pixels.shape)).to(image) / 255
 
 
-def _jpeg(
-    pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], quality: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _jpeg(pixels: NDArray[np.uint8], quality: int) -> NDArray[np.uint8]:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG", quality=quality)
     return np.asarray(Image.open(file))
