@@ -52,7 +52,7 @@ def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, fi
             fix="declare a sigmoid output with multilabel = true",
         )
     rounding = torch.finfo(scores.dtype).eps
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = at_least_float32(scores)
     if kind == "probs":
         _check_probabilities(scores, rounding, first_row, sums_to_one=not multilabel)
     else:
@@ -149,8 +149,10 @@ def keep_argmax(scores: Tensor, winner: Tensor) -> Tensor:
     """
     winner = winner.unsqueeze(1)
     best = scores.gather(1, winner)
-    below = torch.nextafter(best, torch.full_like(best, -torch.inf))
-    return torch.minimum(scores, below).scatter(1, winner, best)
+    with torch.no_grad():  # nextafter has no derivative before torch 2.12
+        step = torch.nextafter(best, torch.full_like(best, -torch.inf)) - best
+        step = torch.where(torch.isneginf(best), 0.0, step)
+    return torch.minimum(scores, best + step).scatter(1, winner, best)
 
 
 def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,6 +186,11 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return gap - torch.log1p(others)
 
 
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits in float32, or in float64 if they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def only_possible(logits: Tensor) -> Tensor:
     """Logits ``(N, C, *spatial)`` with -inf for every class ``DEPTH`` below the best of its voxel.
 
@@ -202,7 +209,7 @@ def some_impossible(logits: Tensor) -> bool:
     lowest, highest = torch.aminmax(logits)
     if float(highest) - float(lowest) <= DEPTH:
         return False
-    exact = logits if logits.dtype == torch.float64 else logits.float()
+    exact = at_least_float32(logits)
     return bool((exact.amax(1) - exact.amin(1) > DEPTH).any())
 
 

@@ -255,3 +255,20 @@ def test_keep_argmax_changes_only_what_ties():
     kept = keep_argmax(scores, torch.tensor([2]))
     assert kept.argmax(1).item() == 2
     assert kept[0, [0, 2, 3]].equal(scores[0, [0, 2, 3]])
+
+
+def test_keep_argmax_needs_no_derivative_of_nextafter(monkeypatch):
+    """Torch up to 2.11 has none."""
+    nextafter = torch.nextafter
+
+    def without_derivative(*tensors):
+        assert not torch.is_grad_enabled()
+        return nextafter(*tensors)
+
+    monkeypatch.setattr(torch, "nextafter", without_derivative)
+    scores = torch.tensor([[0.0, 1.0, 1.0, -torch.inf], [-torch.inf] * 4]).requires_grad_()
+    kept = keep_argmax(scores, torch.tensor([2, 0]))
+    assert kept.argmax(1).tolist() == [2, 0]
+    assert torch.isneginf(kept[1]).all()
+    kept[0, :3].sum().backward()
+    assert scores.grad[0].tolist() == [1.0, 0.0, 2.0, 0.0]  # what ties is the winner's value, one step lower

@@ -60,3 +60,23 @@ def test_ordinary_logits_are_mapped_by_the_plain_formula(features, dtype):
     usual = z.abs().amax(1, keepdim=True) < 60
     assert torch.equal(found[usual.expand_as(z)], (expected + bias[0].to(z).view(-1, 1, 1))[usual.expand_as(z)])
     assert usual.float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier"),
+    [("dc", {"bias": 0.1, "rate": 0.2}), ("lts", {"rate": 0.2}), ("ibts", {"rate": 0.2, "inputs": "logits"})],
+)
+def test_arguments_by_their_earlier_names(name, earlier, tmp_path):
+    now = {"bias": "bias_penalty", "rate": "learning_rate"}
+    expected = {now.get(argument, argument): value for argument, value in earlier.items()}
+    calibrator = CALIBRATORS[name](**earlier)
+    assert calibrator.arguments() == CALIBRATORS[name](**expected).arguments()
+    with pytest.raises(TypeError, match="'speed'"):
+        CALIBRATORS[name](speed=1)
+
+    def as_before(about, tensors):
+        about["arguments"] = earlier
+
+    CALIBRATORS[name](**({} if name == "dc" else {"epochs": 1})).fit(CASES).save(tmp_path / "c.safetensors")
+    rewritten(tmp_path / "c.safetensors", as_before)
+    assert segcal.load(tmp_path / "c.safetensors").arguments() == calibrator.arguments()

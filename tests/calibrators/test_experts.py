@@ -430,7 +430,7 @@ def test_two_classes_and_multi_label_channels(name):
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-@pytest.mark.parametrize("argument", ["off_diagonal", "bias"])
+@pytest.mark.parametrize("argument", ["off_diagonal", "bias_penalty"])
 def test_penalties_are_numbers_from_zero(argument, value):
     with pytest.raises(InputError, match=f"{argument} is {value}"):
         CALIBRATORS["dc"](**{argument: value})

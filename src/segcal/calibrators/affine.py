@@ -12,30 +12,7 @@ from segcal.calibrators.experts import ExpertCalibrator
 from segcal.fitting.limits import Limits
 from segcal.kernels import AffineMap
 
-
-class MatrixScaling(ExpertCalibrator):
-    """``ms``: ``S(W z + b)`` (Guo et al., ICML 2017). Sees the gauge of the logits, and may change labels.
-
-    Examples:
-        >>> import segcal
-        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.Temperature(2.0)])
-        >>> report = MatrixScaling().fit(cases).fit_report
-        >>> report.converged, report.nll_after < report.nll_before
-        (True, True)
-    """
-
-    id = "ms"
-    translation_invariant = False
-    preserves = None
-    features = "logits"
-
-    def _affine(self) -> AffineMap:
-        return AffineMap(self.weight[0], self.bias[0])
-
-    @classmethod
-    def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``C (C + 1)`` and ``C^2 - 1``."""
-        return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)
+__all__ = ["DirichletCalibration", "MatrixScaling", "TranslationInvariantMatrixScaling", "VectorScaling"]
 
 
 class VectorScaling(ExpertCalibrator):
@@ -51,6 +28,7 @@ class VectorScaling(ExpertCalibrator):
     """
 
     id = "vs"
+    title = "Vector scaling"
     translation_invariant = False
     preserves = None
     features = "own-logit"
@@ -72,6 +50,32 @@ class VectorScaling(ExpertCalibrator):
         return ParameterCount(2 * num_classes, 2 * num_classes - 1)
 
 
+class MatrixScaling(ExpertCalibrator):
+    """``ms``: ``S(W z + b)`` (Guo et al., ICML 2017). Sees the gauge of the logits, and may change labels.
+
+    Examples:
+        >>> import segcal
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), plant=[segcal.synthetic.Temperature(2.0)])
+        >>> report = MatrixScaling().fit(cases).fit_report
+        >>> report.converged, report.nll_after < report.nll_before
+        (True, True)
+    """
+
+    id = "ms"
+    title = "Matrix scaling"
+    translation_invariant = False
+    preserves = None
+    features = "logits"
+
+    def _affine(self) -> AffineMap:
+        return AffineMap(self.weight[0], self.bias[0])
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """``C (C + 1)`` and ``C^2 - 1``."""
+        return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)
+
+
 class TranslationInvariantMatrixScaling(ExpertCalibrator):
     """``ms-c``: ``S(W z + b)`` with rows of W that share one sum, so the gauge drops out (Kirscher et al.).
 
@@ -84,6 +88,7 @@ class TranslationInvariantMatrixScaling(ExpertCalibrator):
     """
 
     id = "ms-c"
+    title = "Translation invariant matrix scaling"
     translation_invariant = True
     preserves = None
     features = "logits"
@@ -113,6 +118,7 @@ class DirichletCalibration(ExpertCalibrator):
     """
 
     id = "dc"
+    title = "Dirichlet calibration"
     translation_invariant = True
     preserves = None
     features = "log-probs"

@@ -1,4 +1,4 @@
-"""What every calibrator is: a module from logits to log-probabilities that is fitted, saved and loaded alike."""
+"""The base class: a module that maps logits to log-probabilities, with fitting, saving and the registry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from segcal.calibrators.per_channel import (
     report_of_channels,
     split_channels,
 )
-from segcal.calibrators.storage import calibrator_bytes
+from segcal.calibrators.storage import Stored, calibrator_bytes
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.cases.tensor_cases import tensors_as_cases
@@ -30,7 +30,7 @@ from segcal.files.atomic import atomic_path
 from segcal.fitting.cost import FitCost, check_cost
 from segcal.fitting.data import FitData, Fitted, VoxelBudget
 from segcal.kernels import AffineMap, fast_maps
-from segcal.scores import keep_argmax, only_possible
+from segcal.scores import at_least_float32, keep_argmax, only_possible
 from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
@@ -38,12 +38,12 @@ TensorPair = tuple[Tensor, Tensor]
 
 
 class Choice(NamedTuple):
-    """One of some values, for a hyperparameter search."""
+    """One of several values, in a hyperparameter search."""
 
     values: tuple[int, ...]
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """A draw, by an Optuna trial."""
+        """A value drawn by an Optuna trial."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -55,14 +55,14 @@ class LogUniform(NamedTuple):
     or_zero: bool = False
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """A draw, by an Optuna trial."""
+        """A value drawn by an Optuna trial."""
         if self.or_zero and trial.suggest_categorical(f"{name} is zero", (True, False)):
             return 0.0
         return trial.suggest_float(name, self.low, self.high, log=True)
 
 
 class ParameterCount(NamedTuple):
-    """Scalars that the published parameterisation optimises, and those that the softmax can tell apart."""
+    """Parameters that the published method optimises, and those that the softmax can tell apart."""
 
     optimised: int
     identifiable: int
@@ -71,17 +71,20 @@ class ParameterCount(NamedTuple):
 class Calibrator(CalibratorModule, ABC):
     """A map from logits ``(N, C, *spatial)`` to calibrated log-probabilities of the same shape, dtype and device.
 
-    Subclasses say what they guarantee: ``translation_invariant`` (unchanged by ``z + c(v)``), ``preserves`` (the
-    ``"order"`` of the classes, their ``"argmax"``, or None), ``spatial`` (whether neighbours matter to a voxel).
+    Subclasses declare their ``id``, the ``title`` that reports show, and what they guarantee: ``translation_invariant``
+    (unchanged by ``z + c(v)``), ``preserves`` (the ``"order"`` of the classes, their ``"argmax"``, or None) and
+    ``spatial`` (whether a voxel's result depends on its neighbours). Their constructors store each argument under its
+    own name.
     """
 
     id: ClassVar[str]
+    title: ClassVar[str]
     translation_invariant: bool
     preserves: Preserves | None
     spatial: bool = False
-    #: What ``segcal.tune(trials=...)`` varies: constructor arguments.
+    #: The constructor arguments that ``segcal.tune(trials=...)`` varies.
     search_space: Mapping[str, Choice | LogUniform] = MappingProxyType({})
-    #: The trials of ``segcal.tune``.
+    #: The trials that ``segcal.tune`` made.
     tuning: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class Calibrator(CalibratorModule, ABC):
 
     @abstractmethod
     def _fit(self, data: FitData) -> Fitted:
-        """Set the parameters from the cases."""
+        """Fit the parameters to the cases."""
 
     def fit(
         self,
@@ -105,18 +108,18 @@ class Calibrator(CalibratorModule, ABC):
         voxels: VoxelBudget = "auto",
         seed: int = 0,
     ) -> Self:
-        """Fit to cases, or to logits and labels. Returns self; if it raises, the calibrator is as it was before.
+        """Fit to cases, or to logits and labels, and return self. If this raises, the calibrator is unchanged.
 
         Args:
             data: A case set, which is streamed, or logits ``(N, C, *spatial)`` or ``(N, C)``.
             labels: ``(N, *spatial)``, with logits.
-            validation: Cases, or (logits, labels), for early stopping and selection. Calibrators that need them hold
-                out a fifth of the cases where none are given, of a single case a fifth of its voxels, and say so in
-                the report; exact ones do not need them.
-            ignore_index: Label of voxels that do not count, with logits.
-            mask: ``(N, *spatial)`` bool, True where a voxel counts, with logits.
+            validation: Cases, or (logits, labels), for early stopping and selection. Without them, calibrators that
+                need them hold out a fifth of the cases (of a single case, a fifth of its voxels) and say so in the
+                report. Exact fits do not need them.
+            ignore_index: The label of voxels to ignore, with logits.
+            mask: ``(N, *spatial)`` bool, True for voxels to use, with logits.
             voxels: ``"auto"`` may fit to a stratified sample, ``"all"`` is exact; ``fit_report`` says what was used.
-            seed: Of everything random.
+            seed: Seeds all random numbers.
         """
         if isinstance(data, CaseSet) == (labels is not None):
             problem = "labels come with cases" if labels is not None else "logits come without labels"
@@ -134,7 +137,7 @@ class Calibrator(CalibratorModule, ABC):
             return self._become(cases, lambda trial: trial._fit(FitData(cases, validation, voxels, seed)))
 
         def fit_channel(index: int, own: CaseSet, held_out: CaseSet | None) -> Calibrator:
-            # Channels that were tuned keep the strengths they have.
+            # Channels that were tuned keep their own arguments.
             tuned = self.channel_names == cases.channel_names
             start = copy.deepcopy(self.per_channel[index]) if tuned else self.single()
             return start.fit(own, validation=held_out, voxels=voxels, seed=seed)
@@ -143,11 +146,11 @@ class Calibrator(CalibratorModule, ABC):
 
     @property
     def per_channel(self) -> Sequence[Calibrator]:
-        """The maps of ``channels``, none where there is one map."""
+        """The calibrators of the channels; empty unless the data are multi-label."""
         return cast("Sequence[Calibrator]", self.channels or ())
 
     def take_channels(self, names: Sequence[str], channels: Sequence[Calibrator]) -> Self:
-        """Be calibrators that were fitted to the channels of multi-label cases. Returns self."""
+        """Become the calibrators that were fitted to the channels of multi-label cases, and return self."""
         whole = self.single().hold_channels(names, channels)
         whole.num_classes, whole.class_names = channels[0].num_classes, channels[0].class_names
         whole.fit_report = report_of_channels(names, [own.fit_report for own in channels])
@@ -155,7 +158,7 @@ class Calibrator(CalibratorModule, ABC):
         return self
 
     def _become(self, cases: CaseSet, fit: Callable[[Any], Fitted]) -> Self:
-        """Fit a copy and, if that does not raise, be it."""
+        """Fit a copy, and become that copy unless this raises."""
         started = time.perf_counter()
         self.check_size(cases.num_classes)
         trial = self.single()
@@ -169,34 +172,34 @@ class Calibrator(CalibratorModule, ABC):
         return self
 
     def cost(self, num_classes: int) -> FitCost | None:
-        """What a fit to so many classes takes; None where that is little."""
+        """The memory and time of a fit to this many classes; None where they are small."""
         return None
 
     def check_size(self, num_classes: int) -> None:
-        """Raise where a fit to so many classes takes more memory than there is for it."""
+        """Raise if a fit to this many classes needs more memory than there is."""
         cost = self.cost(num_classes)
         if cost is not None:
             check_cost(self.id, num_classes, cost, CALIBRATORS)
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount | None:
-        """How many parameters the map has for so many classes (Kirscher et al., Table 2); None without parameters."""
+        """The parameters of the map for this many classes (Kirscher et al., Table 2); None if there is no formula."""
         return None
 
     def size(self) -> int:
-        """Numbers that were fitted: by the published formula where there is one, else all that the file holds."""
+        """The number of fitted parameters: by the published formula if there is one, else all numbers in the file."""
         if self.channels is not None:
             return sum(own.size() for own in self.per_channel)
         count = None if self.num_classes is None else self.parameter_count(self.num_classes)
         return count.optimised if count else sum(tensor.numel() for tensor in self.tensors().values())
 
     def summary(self) -> str:
-        """The map in a few numbers where it has few, else how many it has; that of every channel."""
+        """The parameters if they are few, else how many there are; for multi-label data, by channel."""
         named = zip(self.channel_names or (), self.per_channel, strict=True)
         return "; ".join(f"{name}: {own.summary()}" for name, own in named) or self._summary()
 
     def _summary(self) -> str:
-        """What ``summary`` gives, of one map."""
+        """``summary`` for a single map."""
         return f"{self.size():,} parameters"
 
     # -- applying ------------------------------------------------------------------------------------------------------
@@ -205,16 +208,16 @@ class Calibrator(CalibratorModule, ABC):
     def _scores(self, logits: Tensor) -> Tensor:
         """Calibrated scores, up to a constant per voxel, of logits ``(N, C, *spatial)`` in float32 or float64.
 
-        Whatever ``segcal.scores.DEPTH`` calls impossible is -inf in these logits, and must be -inf in the scores.
+        Impossible classes (see ``segcal.scores.DEPTH``) are -inf in these logits, and must be -inf in the scores.
         """
 
     def forward(self, logits: Tensor | Sequence[Tensor], image: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities, in the dtype and on the device of the input.
 
         Args:
-            logits: ``(N, C, *spatial)``; of a calibrator fitted to multi-label data ``(K, 2, *spatial)``, one for each
-                of its channels. ``ensemble`` also takes a sequence of the members' logits.
-            image: ``(N, channels, *spatial)``, or one for all, where the calibrator was fitted to images.
+            logits: ``(N, C, *spatial)``; for a calibrator fitted to multi-label data ``(K, 2, *spatial)``, one item
+                per channel. ``ensemble`` also takes a sequence of the members' logits.
+            image: ``(N, channels, *spatial)``, or one for all items, if the calibrator was fitted to images.
         """
         if self.channels is None or self.channel_names is None:
             return self._log_probs(logits, image)
@@ -227,35 +230,39 @@ class Calibrator(CalibratorModule, ABC):
         return torch.cat(found)
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
-        """What ``forward`` gives, of one map."""
+        """``forward`` for a single map."""
+        if image is not None:
+            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
+        logits = self._checked(logits)
+        kernels = fast_maps(logits)
+        fast: Tensor | None = None if kernels is None else self._fast(kernels, logits)
+        if fast is not None:
+            return fast
+        log_probs = self._scores(only_possible(at_least_float32(logits))).log_softmax(1).to(logits.dtype)
+        return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
+
+    def _checked(self, logits: Tensor | Sequence[Tensor]) -> Tensor:
+        """The logits; raises if they do not suit the fitted map."""
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
         if not isinstance(logits, Tensor):
             raise InputError(f"logits are {type(logits).__name__}", expected="a tensor, (N, C, *spatial)")
-        if image is not None:
-            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
         if logits.ndim < 2 or logits.shape[1] != self.num_classes:
             raise InputError(
                 f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"
             )
-        kernels = fast_maps(logits)
-        fast = None if kernels is None else self._fast(kernels, logits)
-        if fast is not None:
-            return fast
-        exact = logits if logits.dtype == torch.float64 else logits.float()
-        log_probs = self._scores(only_possible(exact)).log_softmax(1).to(logits.dtype)
-        return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
+        return logits
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
-        """What ``forward`` returns, from ``segcal.kernels.apply_cpu``; None where that has no loop for this map."""
+    def _fast(self, kernels: Any, logits: Tensor) -> Any:
+        """The result of ``forward`` from ``segcal.kernels.apply_cpu``; None if that has no loop for this map."""
         return None
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of a case and their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
+        """Rows of a case with their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
         return self._pieces(case) if self.channels is None else channel_pieces(self.per_channel, case)
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        """What ``pieces`` gives, of one map."""
+        """``pieces`` for a single map."""
         for rows, logits in case.logit_rows():
             yield rows, self(logits)
 
@@ -265,42 +272,52 @@ class Calibrator(CalibratorModule, ABC):
         return probabilities
 
     def predict(self, logits: Tensor) -> Tensor:
-        """The label map ``(N, *spatial)``: the input's argmax, exactly, for calibrators that preserve it."""
+        """The label map ``(N, *spatial)``; calibrators that preserve the argmax return exactly that of the input."""
         return (logits if self.preserves else self(logits)).argmax(1)
 
     @property
     def score_map(self) -> AffineMap | None:
-        """The map as an affine one, where it is: evaluation then applies it without materialising its output."""
+        """The map if it is affine, else None: evaluation applies it without materialising its output."""
         return self._affine() if self.channels is None else None
 
     def _affine(self) -> AffineMap | None:
-        """What ``score_map`` gives, of one map."""
+        """``score_map`` for a single map."""
         return None
 
-    # -- keeping -------------------------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with all there is to know; ``segcal.load`` reads it."""
+        """Write a safetensors file with parameters, arguments and report; ``segcal.load`` reads it."""
         content = self.to_bytes()
-        # Written here and not by safetensors, whose files nobody else may read, whatever the user's umask.
+        # safetensors would write a file that only its owner can read, whatever the umask is.
         with atomic_path(Path(path)) as temporary:
             temporary.write_bytes(content)
 
     def to_bytes(self) -> bytes:
-        """What ``save`` writes."""
+        """The content of the file that ``save`` writes."""
+        return calibrator_bytes(self._stored())
+
+    def _stored(self) -> Stored:
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
-        return calibrator_bytes(
+        return Stored(
             {name: tensor.detach().cpu() for name, tensor in self.tensors().items()},
-            id=self.id,
-            arguments=self.arguments(),
-            num_classes=self.num_classes,
-            class_names=self.class_names,
-            fit_report=self.fit_report,
-            channels=[(own.arguments(), own.fit_report) for own in self.per_channel],
-            channel_names=self.channel_names,
+            self.id,
+            self.arguments(),
+            self.num_classes,
+            self.class_names,
+            self.fit_report,
+            {name: own._stored() for name, own in zip(self.channel_names or (), self.per_channel, strict=True)},
         )
 
 
-#: Every calibrator by its id, filled by ``segcal.calibrators``; here, so that calibrators can look up others.
+#: Every calibrator by its id, filled by ``segcal.calibrators``; defined here so that calibrators can look up others.
 CALIBRATORS: dict[str, type[Calibrator]] = {}
+
+
+def registered(cls: type[Calibrator] = Calibrator) -> dict[str, type[Calibrator]]:
+    """All calibrators with an id of their own that are defined so far, in order."""
+    found = {cls.id: cls} if "id" in vars(cls) else {}
+    for own in cls.__subclasses__():
+        found |= registered(own)
+    return found

@@ -29,9 +29,10 @@ class ComposedCalibrator(Calibrator):
         self.base = base_calibrator(base)
 
     def arguments(self) -> dict[str, Any]:
-        """The base as its id and its own arguments."""
+        """The constructor's arguments; the base as its id and its own arguments."""
         base = self.base
-        return {"base": None if base is None else {"id": base.id, "arguments": base.arguments()}}
+        described = None if base is None else {"id": base.id, "arguments": base.arguments()}
+        return {**super().arguments(), "base": described}
 
     def allocate(self, num_classes: int) -> None:
         """Prepare the base for parameters that are loaded."""

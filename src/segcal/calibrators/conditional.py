@@ -5,6 +5,8 @@ from __future__ import annotations
 from segcal.calibrators.base import ParameterCount
 from segcal.calibrators.experts import ExpertCalibrator
 
+__all__ = ["CMSArgmaxPreserving", "CMSOrderPreserving", "ClassConditionalDirichlet"]
+
 
 class ClassConditionalDirichlet(ExpertCalibrator):
     """``cdc``: a Dirichlet map for each predicted class (Kirscher et al.). Translation invariant; may change labels.
@@ -21,6 +23,7 @@ class ClassConditionalDirichlet(ExpertCalibrator):
     """
 
     id = "cdc"
+    title = "Class conditional Dirichlet"
     translation_invariant = True
     preserves = None
     features = "log-probs"
@@ -49,6 +52,7 @@ class CMSArgmaxPreserving(ExpertCalibrator):
     """
 
     id = "cms-ap"
+    title = "CMS argmax preserving"
     translation_invariant = True
     preserves = "argmax"
     features = "margins"
@@ -77,6 +81,7 @@ class CMSOrderPreserving(ExpertCalibrator):
     """
 
     id = "cms-op"
+    title = "CMS order preserving"
     translation_invariant = True
     preserves = "order"
     features = "gaps"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from segcal.fitting.limits import COUNT, Limits
 from segcal.fitting.measured import compared, mean_loss
 from segcal.scores import pool
 from segcal.types import Case, Kind, check_pooling
+
+__all__ = ["Ensemble"]
 
 
 class Ensemble(ComposedCalibrator):
@@ -45,6 +46,7 @@ class Ensemble(ComposedCalibrator):
     """
 
     id = "ensemble"
+    title = "Ensemble"
     translation_invariant = True
     preserves = None
     # Not its neighbours, but more than the pooled logits of a voxel matters: ``pieces`` has to see the case.
@@ -57,10 +59,6 @@ class Ensemble(ComposedCalibrator):
         if self.base is not None:
             self.translation_invariant = self.base.translation_invariant
         self.register_buffer("members", torch.zeros((), dtype=torch.float64))  # 0 where the cases had none
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"space": self.space, **super().arguments()}
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """A number, and those of the base."""

@@ -25,6 +25,8 @@ from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, only_possible, some_impossible
 from segcal.solvers import Newton, minimise
 
+__all__ = ["EnsembleTemperatureScaling"]
+
 FloatArray = NDArray[np.float64]
 Objective = Literal["nll", "mse"]
 Terms = tuple[float, FloatArray, FloatArray]
@@ -51,6 +53,7 @@ class EnsembleTemperatureScaling(Calibrator):
     """
 
     id = "ets"
+    title = "Ensemble temperature scaling"
     translation_invariant = True
     preserves = "order"
     beta: Tensor
@@ -63,10 +66,6 @@ class EnsembleTemperatureScaling(Calibrator):
         self.objective = objective
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))
         self.register_buffer("weights", torch.tensor(_IDENTITY, dtype=torch.float64))
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"objective": self.objective}
 
     def limits(self) -> dict[str, Limits]:
         """Those of ``ts``, and the simplex."""

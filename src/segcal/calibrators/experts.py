@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from segcal.calibrators.base import Calibrator, Choice, LogUniform
+from segcal.calibrators.module import renamed
 from segcal.cases import CaseSet
 from segcal.errors import InputError
 from segcal.fitting.cost import FitCost, curvature_cost
@@ -33,11 +34,11 @@ class ExpertCalibrator(Calibrator):
 
     Args:
         off_diagonal: lambda of the ODIR penalty, on the mean square of the off-diagonal weights.
-        bias: mu of the ODIR penalty, on the mean square of the biases.
+        bias_penalty: mu of the ODIR penalty, on the mean square of the biases.
         shrinkage: Penalty on the mean square of the difference to the fitted temperature scaling; infinity gives
             that itself, as nearly as the constraints allow.
         solver: ``"exact"`` finds the global optimum; ``"adam"`` trains the papers' parameterisation, for comparison.
-        rate: Adam's learning rate.
+        learning_rate: Adam's.
         patience: Epochs without improvement before Adam stops.
     """
 
@@ -47,39 +48,34 @@ class ExpertCalibrator(Calibrator):
     weight: Tensor
     bias: Tensor
 
+    @renamed(bias="bias_penalty", rate="learning_rate")
     def __init__(
         self,
         off_diagonal: float = 0.0,
-        bias: float = 0.0,
+        bias_penalty: float = 0.0,
         shrinkage: float = 0.0,
         *,
         solver: Solver = "exact",
-        rate: float = 1e-2,
+        learning_rate: float = 1e-2,
         patience: int = 20,
     ) -> None:
         super().__init__()
-        for name, value in (("off_diagonal", off_diagonal), ("bias", bias), ("shrinkage", shrinkage)):
+        for name, value in (("off_diagonal", off_diagonal), ("bias_penalty", bias_penalty), ("shrinkage", shrinkage)):
             if not (value >= 0 and (np.isfinite(value) or name == "shrinkage")):
                 raise InputError(f"{name} is {value}", expected="a penalty, zero or more")
         if solver not in ("exact", "adam"):
             raise InputError(f"solver is {solver!r}", expected="'exact' or 'adam'")
-        if not (rate > 0 and patience > 0):
-            raise InputError(f"rate is {rate} and patience is {patience}", expected="more than zero")
-        self.off_diagonal, self.bias_penalty, self.shrinkage = float(off_diagonal), float(bias), float(shrinkage)
-        self.solver, self.rate, self.patience = solver, rate, patience
+        if not (learning_rate > 0 and patience > 0):
+            problem = f"learning_rate is {learning_rate} and patience is {patience}"
+            raise InputError(problem, expected="more than zero")
+        self.off_diagonal, self.bias_penalty, self.shrinkage = (
+            float(off_diagonal),
+            float(bias_penalty),
+            float(shrinkage),
+        )
+        self.solver, self.learning_rate, self.patience = solver, learning_rate, patience
         self.register_buffer("weight", torch.zeros(0, 0, 0, dtype=torch.float64))
         self.register_buffer("bias", torch.zeros(0, 0, dtype=torch.float64))
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {
-            "off_diagonal": self.off_diagonal,
-            "bias": self.bias_penalty,
-            "shrinkage": self.shrinkage,
-            "solver": self.solver,
-            "rate": self.rate,
-            "patience": self.patience,
-        }
 
     # -- the map -------------------------------------------------------------------------------------------------------
 
@@ -121,9 +117,8 @@ class ExpertCalibrator(Calibrator):
     def _scores(self, logits: Tensor) -> Tensor:
         return self.map(logits)
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
-        log_probs: Tensor = kernels.apply_experts(logits, self.map, keep=self.preserves is not None)
-        return log_probs
+    def _fast(self, kernels: Any, logits: Tensor) -> Any:
+        return kernels.apply_experts(logits, self.map, keep=self.preserves is not None)
 
     @property
     def search_space(self) -> Mapping[str, Choice | LogUniform]:  # type: ignore[override]
@@ -131,8 +126,12 @@ class ExpertCalibrator(Calibrator):
         if self.solver == "exact":
             return {}
         penalty = LogUniform(1e-6, 1e-1, or_zero=True)
-        rates = LogUniform(1e-4, 3e-2)
-        return {"rate": rates, "patience": Choice((10, 20, 50)), "off_diagonal": penalty, "bias": penalty}
+        return {
+            "learning_rate": LogUniform(1e-4, 3e-2),
+            "patience": Choice((10, 20, 50)),
+            "off_diagonal": penalty,
+            "bias_penalty": penalty,
+        }
 
     def cost(self, num_classes: int) -> FitCost:
         """That of the curvature."""
@@ -148,7 +147,7 @@ class ExpertCalibrator(Calibrator):
         form, everything = self.form(data.cases.num_classes), data.voxels == "all"
         with blas_threads(1):
             if self.solver == "adam":
-                theta, found = fit_by_adam(form, self._strengths, data, self.rate, self.patience)
+                theta, found = fit_by_adam(form, self._strengths, data, self.learning_rate, self.patience)
                 self.set_parameters(theta)
                 return found
             first = FirstPass.over(data.cases, sample_voxels(form, everything=everything), data.seed)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from segcal.calibrators.base import CALIBRATORS, Calibrator
 from segcal.calibrators.storage import Stored, read_calibrator
 from segcal.errors import DataError, SegcalError
 
-if TYPE_CHECKING:
-    from segcal.calibrators.base import Calibrator
 
+def load(path: str | Path) -> Calibrator:
+    """Read a calibrator that ``Calibrator.save`` wrote; whatever is wrong with the file is a ``DataError``.
 
-def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
-    """Read a calibrator that was saved; whatever is wrong with the file is a ``DataError``."""
-    stored = read_calibrator(Path(path), tuple(calibrators))
+    Examples:
+        >>> import segcal, tempfile, torch
+        >>> calibrator = segcal.calibrators.TemperatureScaling().fit(torch.randn(500, 3), torch.randint(0, 3, (500,)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     calibrator.save(f"{folder}/cal.safetensors")
+        ...     load(f"{folder}/cal.safetensors").temperature == calibrator.temperature
+        True
+    """
+    stored = read_calibrator(Path(path), tuple(CALIBRATORS))
     try:
         if not stored.channels:
-            return _built(stored, calibrators)
-        whole = calibrators[stored.id](**stored.arguments)
-        channels = [_built(own, calibrators) for own in stored.channels.values()]
-        return whole.take_channels(list(stored.channels), channels)
+            return _built(stored)
+        whole = CALIBRATORS[stored.id](**stored.arguments)
+        return whole.take_channels(list(stored.channels), [_built(own) for own in stored.channels.values()])
     except SegcalError as error:
         raise DataError(error.problem, where=str(path), expected=error.expected, fix=error.fix) from None
     except Exception as error:  # arguments of any kind may come, and a constructor may raise anything
@@ -32,11 +37,10 @@ def load(path: str | Path, calibrators: dict[str, type[Calibrator]]) -> Calibrat
         ) from None
 
 
-def _built(stored: Stored, calibrators: dict[str, type[Calibrator]]) -> Calibrator:
-    """One map as it was stored."""
-    calibrator = calibrators[stored.id](**stored.arguments)
-    wanted = calibrator.shapes(stored.num_classes)
-    tensors = calibrator.upgraded(stored.tensors)
+def _built(stored: Stored) -> Calibrator:
+    """The calibrator of one map."""
+    calibrator = CALIBRATORS[stored.id](**stored.arguments)
+    wanted, tensors = calibrator.shapes(stored.num_classes), calibrator.upgraded(stored.tensors)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != found:
         raise DataError(f"holds the tensors {found}", expected=f"{wanted} for '{stored.id}'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from segcal.calibrators.local_network import (
     tree_shapes,
 )
 from segcal.calibrators.local_training import Recipe, fit_network
+from segcal.calibrators.module import renamed
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.errors import InputError, SegcalError
 from segcal.fitting.data import FitData, Fitted
@@ -35,6 +36,8 @@ from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels import fast_maps
 from segcal.scores import DEPTH, keep_argmax
 from segcal.types import Case, row_slices
+
+__all__ = ["ImageTemperatureScaling", "LocalTemperatureScaling", "TranslationInvariantLocalTemperature"]
 
 # Scores of a tile: few enough for the core's cache, many enough that the halo costs little.
 TILE_VALUES = 2**19
@@ -60,9 +63,9 @@ class LocalTemperatureScaling(Calibrator):
         image_channels: Channels of the cases' images, which the network then sees too; 0 leaves images out.
         neighbourhood: ``"plane"`` takes volumes slice by slice, ``"volume"`` has kernels in all three axes.
         epochs: Passes over the crops at most.
-        rate: Of Adam, after an epoch at a tenth of it, where a kernel has up to 100 inputs; with more it is smaller in
-            proportion.
-        weight_decay: Of Adam, decoupled.
+        learning_rate: Adam's, after a first epoch at a tenth of it. It holds for kernels of up to 100 inputs, and falls
+            in proportion to their number beyond.
+        weight_decay: Adam's, decoupled.
 
     Examples:
         >>> import segcal
@@ -74,6 +77,7 @@ class LocalTemperatureScaling(Calibrator):
     """
 
     id = "lts"
+    title = "Local temperature scaling"
     translation_invariant = False
     preserves = "order"
     spatial = True
@@ -81,12 +85,13 @@ class LocalTemperatureScaling(Calibrator):
     per_image: ClassVar[bool] = False
     beta: Tensor
 
+    @renamed(rate="learning_rate")
     def __init__(
         self,
         image_channels: int = 0,
         neighbourhood: Neighbourhood = "plane",
         epochs: int = 40,
-        rate: float = 1e-3,
+        learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__()
@@ -94,17 +99,12 @@ class LocalTemperatureScaling(Calibrator):
             raise InputError(f"image_channels is {image_channels}", expected="a number of channels, 0 for no image")
         if neighbourhood not in ("plane", "volume"):
             raise InputError(f"neighbourhood is {neighbourhood!r}", expected="'plane' or 'volume'")
-        for name, value in (("epochs", epochs), ("rate", rate), ("weight_decay", weight_decay)):
+        for name, value in (("epochs", epochs), ("learning_rate", learning_rate), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise InputError(f"{name} is {value}", expected="a number, zero or more")
         self.image_channels, self.neighbourhood = image_channels, neighbourhood
-        self.epochs, self.rate, self.weight_decay = epochs, rate, weight_decay
+        self.epochs, self.learning_rate, self.weight_decay = epochs, learning_rate, weight_decay
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's."""
-        names = ("image_channels", "neighbourhood", "epochs", "rate", "weight_decay")
-        return {name: getattr(self, name) for name in names}
 
     def allocate(self, num_classes: int) -> None:
         """A new network."""
@@ -144,7 +144,7 @@ class LocalTemperatureScaling(Calibrator):
             inputs=self.inputs,
             per_image=self.per_image,
             epochs=self.epochs,
-            rate=self.rate,
+            learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
             everything=data.voxels == "all",
             seed=data.seed,
@@ -279,6 +279,7 @@ class TranslationInvariantLocalTemperature(LocalTemperatureScaling):
     """
 
     id = "lts-ti"
+    title = "Translation invariant local temperature"
     translation_invariant = True
     inputs = "log-probs"
 
@@ -291,7 +292,7 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
 
     Args:
         inputs: ``"log-probs"``, or ``"logits"`` for the original.
-        options: As for ``lts``.
+        image_channels: As for ``lts``, and so are the others.
 
     Examples:
         >>> import segcal
@@ -302,19 +303,25 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
     """
 
     id = "ibts"
+    title = "Image temperature scaling"
     translation_invariant = True
     per_image = True
 
-    def __init__(self, inputs: Inputs = "log-probs", **options: Any) -> None:
-        super().__init__(**options)
+    @renamed(rate="learning_rate")
+    def __init__(
+        self,
+        inputs: Inputs = "log-probs",
+        image_channels: int = 0,
+        neighbourhood: Neighbourhood = "plane",
+        epochs: int = 40,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(image_channels, neighbourhood, epochs, learning_rate, weight_decay)
         if inputs not in ("logits", "log-probs"):
             raise InputError(f"inputs is {inputs!r}", expected="'logits' or 'log-probs'")
         self.inputs = inputs
         self.translation_invariant = inputs == "log-probs"
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's."""
-        return {**super().arguments(), "inputs": self.inputs}
 
     def _image_temperature(self, shape: tuple[int, ...], read: Reader) -> Tensor:
         tiles = [self._tile(rows, shape, read)[1] for rows in row_slices(shape, TILE_VALUES)]

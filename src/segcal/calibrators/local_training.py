@@ -60,7 +60,7 @@ class Recipe:
     inputs: Inputs
     per_image: bool
     epochs: int
-    rate: float
+    learning_rate: float
     weight_decay: float
     everything: bool
     seed: int
@@ -145,7 +145,7 @@ def fit_network(
         return sum(float(losses(crops)) for crops in held_out.batches()) / held_out.voxels
 
     single = sum(float(_nll(crops, torch.tensor(beta))) for crops in held_out.batches()) / held_out.voxels
-    rate = recipe.rate * min(1.0, _INPUTS / network.weight[0].numel())
+    rate = recipe.learning_rate * min(1.0, _INPUTS / network.weight[0].numel())
     train_at = partial(
         adam,
         network,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,8 @@ from segcal.fitting.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
 from segcal.fitting.measured import Detection, compared, detection_counts, mean_loss
 from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
+
+__all__ = ["MetaCal"]
 
 # Two parameters need no more.
 _VOXELS = 200_000
@@ -51,6 +52,7 @@ class MetaCal(Calibrator):
     """
 
     id = "meta-cal"
+    title = "Meta-Cal"
     translation_invariant = True
     preserves = "order"
     beta: Tensor
@@ -65,10 +67,6 @@ class MetaCal(Calibrator):
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))  # 1 / T
         self.register_buffer("gamma", torch.zeros((), dtype=torch.float64))
         self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.float64))
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"miscoverage": self.miscoverage}
 
     @property
     def temperature(self) -> float:

@@ -1,49 +1,73 @@
-"""A calibrator as a torch module: its dtypes stay, and its state dict says for how many classes it is."""
+"""A calibrator as a torch module: its tensors keep their dtype, and its state dict tells the number of classes."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import ParamSpec, Self
 
 from segcal.calibrators.storage import check_num_classes
 from segcal.errors import InputError
 from segcal.fitting.limits import Limits
 
-# What torch calls the part of a state dict that is neither parameter nor buffer.
+# Torch's name for the part of a state dict that is neither parameter nor buffer.
 _EXTRA = "_extra_state"
+P = ParamSpec("P")
+
+
+def renamed(**names: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Let a constructor also take arguments by their earlier names, as files and callers may have them.
+
+    Examples:
+        >>> @renamed(rate="learning_rate")
+        ... def __init__(learning_rate):
+        ...     print(learning_rate)
+        >>> __init__(rate=0.1)
+        0.1
+    """
+
+    def decorate(function: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def renaming(*args: P.args, **arguments: P.kwargs) -> None:
+            function(*args, **{names.get(name, name): value for name, value in arguments.items()})  # type: ignore[arg-type]
+
+        return renaming
+
+    return decorate
 
 
 class CalibratorModule(nn.Module):
     """A module whose tensors keep their dtype, and whose state dict can be loaded before it has been fitted.
 
-    ``.half()`` on a network casts the modules in it too. A calibrator's tables and sums need the digits that they have,
-    and few bytes: only the device follows, and ``forward`` respects the dtype of its input all the same.
+    ``.half()`` on a network also casts the modules inside it. A calibrator's tensors are small and need their
+    precision, so only their device changes; ``forward`` returns the dtype of its input in any case.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_classes: int | None = None
         self.class_names: tuple[str, ...] | None = None
-        #: Of multi-label data, one map for each channel, and then none of one's own.
+        #: For multi-label data one calibrator per channel; this one then has no parameters of its own.
         self.channels: nn.ModuleList | None = None
         self.channel_names: tuple[str, ...] | None = None
         self.register_load_state_dict_post_hook(_check_limits)  # type: ignore[no-untyped-call]
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments, JSON-able."""
-        return {}
+        """The constructor's arguments, JSON-able; each is an attribute of the same name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def allocate(self, num_classes: int) -> None:
-        """Give parameters whose shape depends on the number of classes that shape."""
+        """Create the parameters whose shape depends on the number of classes."""
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """Those of ``tensors()`` after ``allocate``, without the memory."""
+        """The shapes of ``tensors()`` after ``allocate``, found without allocating."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
 
     def upgraded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -51,15 +75,15 @@ class CalibratorModule(nn.Module):
         return tensors
 
     def limits(self) -> Mapping[str, Limits]:
-        """What ``tensors()`` may hold, by name; those that are not named may hold all but very large numbers."""
+        """The values that ``tensors()`` may hold, by name; the default excludes only very large numbers."""
         return {}
 
     def single(self) -> Self:
-        """A copy that is one map; where there was one for each channel, it is not fitted."""
+        """A copy with a single map; it is unfitted if this one has a map per channel."""
         return copy.deepcopy(self) if self.channels is None else type(self)(**self.arguments())
 
     def hold_channels(self, names: Sequence[str], channels: Sequence[CalibratorModule]) -> Self:
-        """Be these maps of channels. One's own parameters go, so that nobody takes them for those of a channel."""
+        """Take these calibrators of channels, and drop the parameters of this one."""
         self.channels = None
         for module in self.modules():
             module._parameters.clear()
@@ -68,7 +92,7 @@ class CalibratorModule(nn.Module):
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name: all that shapes the map, besides the constructor's arguments."""
+        """Parameters and buffers by name: with the constructor's arguments, they define the map."""
         state: Mapping[str, Tensor] = self.state_dict()
         return {name: tensor for name, tensor in state.items() if not name.endswith(_EXTRA)}
 
@@ -82,14 +106,14 @@ class CalibratorModule(nn.Module):
     # -- the state dict ------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> Tensor:
-        """Classes and channels as JSON in bytes, none before a fit: a tensor, as every tool expects."""
+        """Classes and channels as JSON in a tensor of bytes, which is empty before a fit."""
         if self.num_classes is None:
             return torch.zeros(0, dtype=torch.uint8)
         about = {name: getattr(self, name) for name in ("num_classes", "class_names", "channel_names")}
         return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing: ``_load_from_state_dict`` needs it earlier."""
+        """Do nothing: ``_load_from_state_dict`` has read it already."""
 
     def _load_from_state_dict(
         self,
@@ -109,14 +133,14 @@ class CalibratorModule(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if self.num_classes is not None and prefix + _EXTRA in missing_keys:
-            missing_keys.remove(prefix + _EXTRA)  # parameters alone will do where the classes are known
+            missing_keys.remove(prefix + _EXTRA)  # not needed if the classes are known
 
     def _prepare_for(self, extra: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Be ready for the parameters of a calibrator with this extra state, if they have the shapes that it says."""
+        """Allocate the parameters of a calibrator with this extra state, if ``shapes`` are those that it implies."""
         try:
             about = json.loads(bytes(extra.tolist()))
             num_classes = check_num_classes(about["num_classes"])
-            # Earlier versions knew no channels.
+            # Earlier versions had no channels.
             class_names, channel_names = (_names(about.get(name)) for name in ("class_names", "channel_names"))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(
@@ -129,7 +153,7 @@ class CalibratorModule(nn.Module):
             if channel_names is not None:
                 self.hold_channels(channel_names, [copy.deepcopy(self) for _ in channel_names])
         if self.num_classes != num_classes and channel_names is None:
-            if self.shapes(num_classes) != shapes:  # which takes no memory yet
+            if self.shapes(num_classes) != shapes:  # checked before any memory is taken
                 raise InputError(
                     f"the state dict holds {shapes}", expected=f"{self.shapes(num_classes)} for {num_classes} classes"
                 )
@@ -139,7 +163,7 @@ class CalibratorModule(nn.Module):
 
 
 def become(module: nn.Module, other: nn.Module) -> None:
-    """Let a module be what another one is."""
+    """Replace the state of a module by that of another."""
     module.__dict__.clear()
     module.__dict__.update(other.__dict__)
 
@@ -149,7 +173,7 @@ def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _check_limits(module: nn.Module, _: Any) -> None:
-    """Raise where a calibrator was given what it cannot hold; its base and its channels were asked before."""
+    """Raise if a tensor is out of its limits; the base and the channels have checked theirs before."""
     assert isinstance(module, CalibratorModule)
     if module.num_classes is None or module.channels is not None:
         return

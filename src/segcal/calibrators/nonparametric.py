@@ -20,6 +20,8 @@ from segcal.kernels.fine_histogram import FineHistogram, logit_centres, logit_ed
 from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
 
+__all__ = ["HistogramBinning", "IsotonicRegression"]
+
 FloatArray = NDArray[np.float64]
 
 # Of p, added to the isotonic map so that it rises strictly.
@@ -93,6 +95,7 @@ class IsotonicRegression(Calibrator):
     """
 
     id = "isotonic"
+    title = "Isotonic regression"
     translation_invariant = True
     preserves = "order"
     centres: Tensor  # log p in the middle of every fine bin
@@ -163,6 +166,7 @@ class HistogramBinning(Calibrator):
     """
 
     id = "histogram"
+    title = "Histogram binning"
     translation_invariant = True
     preserves = None
     edges: Tensor
@@ -190,10 +194,6 @@ class HistogramBinning(Calibrator):
     def limits(self) -> dict[str, Limits]:
         """Rising edges in log p, and probabilities."""
         return {"edges": Limits(-torch.inf, 0.0, rising=True), "values": SHARE, "fitted": SHARE}
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"num_bins": self.num_bins}
 
     def cost(self, num_classes: int) -> FitCost:
         """That of the fine histograms: three tables of 8 bytes a bin, for each class."""

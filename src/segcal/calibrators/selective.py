@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from segcal.fitting.sampling import VoxelSample
 from segcal.scores import keep_argmax
 from segcal.solvers import Training, adam, newton_1d
 from segcal.types import Case
+
+__all__ = ["SelectiveScaling"]
 
 Rule = Literal["nll", "paper"]
 
@@ -63,6 +65,7 @@ class SelectiveScaling(ComposedCalibrator):
     """
 
     id = "selective"
+    title = "Selective scaling"
     translation_invariant = True
     preserves = "order"
     beta: Tensor
@@ -96,10 +99,6 @@ class SelectiveScaling(ComposedCalibrator):
     def limits(self) -> dict[str, Limits]:
         """T1 raises no confidence."""
         return {"beta": Limits(1 / _LARGE_T, 1.0), "counts": COUNT}
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {**super().arguments(), "rule": self.rule}
 
     @property
     def temperature(self) -> float:

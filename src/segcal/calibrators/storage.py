@@ -1,4 +1,4 @@
-"""Calibrators on disk: safetensors with JSON metadata, versioned, checked on reading, never pickled."""
+"""Calibrator files: safetensors with JSON metadata, versioned, checked on reading, never pickled."""
 
 from __future__ import annotations
 
@@ -20,50 +20,42 @@ from segcal.types import FitReport
 
 T = TypeVar("T")
 
-# A file with a map for each channel of multi-label data has the second version, so that nobody takes it for one map.
+# Files with a map for each channel of multi-label data have another version, so that no reader takes them for one map.
 _FORMAT, _VERSION, _WITH_CHANNELS = "segcal.calibrator", 1, 2
 
 
 class Stored(NamedTuple):
-    """What a calibrator's file holds; of multi-label data the same for each channel, by its name."""
+    """The content of a calibrator's file; for multi-label data also that of each channel, by name."""
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     id: str
-    arguments: dict[str, Any]
+    arguments: Mapping[str, Any]
     num_classes: int
     class_names: tuple[str, ...] | None
     fit_report: FitReport | None
     channels: Mapping[str, Stored] = MappingProxyType({})
 
 
-def calibrator_bytes(
-    tensors: Mapping[str, Tensor],
-    *,
-    id: str,
-    arguments: Mapping[str, Any],
-    num_classes: int,
-    class_names: Sequence[str] | None,
-    fit_report: FitReport | None,
-    channels: Sequence[tuple[Mapping[str, Any], FitReport | None]] = (),
-    channel_names: Sequence[str] | None = None,
-) -> bytes:
-    """What a calibrator's file holds; ``channels`` are the arguments and reports of each."""
+def calibrator_bytes(stored: Stored) -> bytes:
+    """A calibrator's file."""
     about = {
         "format": _FORMAT,
-        "version": _WITH_CHANNELS if channels else _VERSION,
-        "id": id,
-        "arguments": dict(arguments),
-        "num_classes": num_classes,
-        "class_names": class_names,
-        "fit_report": fit_report and asdict(fit_report),
+        "version": _WITH_CHANNELS if stored.channels else _VERSION,
+        "id": stored.id,
+        **_variable(stored),
+        "num_classes": stored.num_classes,
+        "class_names": stored.class_names,
     }
-    if channels:
-        about["channels"] = [
-            {"name": name, "arguments": dict(own), "fit_report": report and asdict(report)}
-            for name, (own, report) in zip(channel_names or (), channels, strict=True)
-        ]
+    if stored.channels:
+        about["channels"] = [{"name": name, **_variable(own)} for name, own in stored.channels.items()]
     metadata = {"segcal": json.dumps(plain(about), allow_nan=False)}
-    return save({name: t.contiguous() for name, t in tensors.items()}, metadata)
+    return save({name: t.contiguous() for name, t in stored.tensors.items()}, metadata)
+
+
+def _variable(stored: Stored) -> dict[str, Any]:
+    """What differs from channel to channel, besides the tensors."""
+    report = stored.fit_report
+    return {"arguments": dict(stored.arguments), "fit_report": report and asdict(report)}
 
 
 def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
@@ -90,14 +82,14 @@ def read_calibrator(path: Path, known: Sequence[str]) -> Stored:
         raise DataError(
             f"cannot be read ({type(error).__name__}: {error})",
             where=str(path),
-            expected=f"a complete file written by Calibrator.save ({_FORMAT}, version {_VERSION})",
+            expected=f"a complete file written by Calibrator.save ({_FORMAT}, version {_VERSION} or {_WITH_CHANNELS})",
         ) from None
     check_name("calibrator", stored.id, known, where=str(path), error=DataError)
     return stored
 
 
 def check_num_classes(value: Any) -> int:
-    """A number of classes."""
+    """The number of classes; raises unless it is one."""
     if type(value) is not int or not 2 <= value < 2**31:
         raise ValueError(f"num_classes is {value!r}")
     return value
@@ -125,7 +117,7 @@ def _class_names(names: Any, num_classes: int) -> tuple[str, ...] | None:
 
 
 def _channels(whole: Stored, channels: Any) -> dict[str, Stored]:
-    """The maps of the channels, each with the tensors that are its own."""
+    """The content of each channel, with its own tensors."""
     prefixes = [f"channels.{index}." for index in range(len(_check("channels", channels, list)))]
     if not channels or any(not name.startswith(tuple(prefixes)) for name in whole.tensors):
         raise ValueError(f"{len(channels)} channels with the tensors {', '.join(whole.tensors)}")
@@ -143,7 +135,7 @@ def _channels(whole: Stored, channels: Any) -> dict[str, Stored]:
 
 
 def _report(told: Any) -> FitReport | None:
-    """The report; raises where it lacks a number, or holds one of another kind."""
+    """The report; raises if a field is missing or of another type."""
     if told is None:
         return None
     return FitReport(
@@ -159,5 +151,5 @@ def _report(told: Any) -> FitReport | None:
 
 
 def _with_infinities(item: dict[str, Any]) -> dict[str, Any]:
-    """What was written by ``plain``, with numbers again, such as the ``shrinkage`` of a map tuned to plain ``ts``."""
+    """An object of JSON with infinities, which ``plain`` wrote as strings, such as a tuned ``shrinkage``."""
     return {key: float(value) if value in ("inf", "-inf") else value for key, value in item.items()}

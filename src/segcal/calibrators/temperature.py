@@ -18,6 +18,8 @@ from segcal.kernels import AffineMap
 from segcal.kernels.temperature import TemperatureSums, temperature_sums
 from segcal.solvers import Solution, newton_1d
 
+__all__ = ["TemperatureScaling"]
+
 # Voxels of the sample that gives the start: its optimum is within about 1/200 of that of everything.
 SAMPLE_VOXELS = 40_000
 # Slope of the mean NLL by beta at which the passes end, if the Newton step from there is below so small a share of beta
@@ -42,6 +44,7 @@ class TemperatureScaling(Calibrator):
     """
 
     id = "ts"
+    title = "Temperature scaling"
     translation_invariant = True
     preserves = "order"
     beta: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -149,7 +148,7 @@ class Method:
             "key": self.key,
             "id": self.id,
             "pooling": self.pooling,
-            "name": "Uncalibrated" if calibrator is None else method_name(self.id),
+            "name": "Uncalibrated" if calibrator is None else calibrator.title,
             "preserves": "order" if calibrator is None else calibrator.preserves,
             "translation_invariant": True if calibrator is None else calibrator.translation_invariant,
             "parameters": 0 if calibrator is None else parameters,
@@ -173,19 +172,6 @@ def variant_of(cases: CaseSet, variant: str | None) -> CaseSet:
     if variant.startswith("members-"):
         return cases.members(range(int(variant.removeprefix("members-"))))
     return cases.pooled("probs" if variant == "probs" else "logits")
-
-
-def method_name(id: str) -> str:
-    """The name of a calibrator in words.
-
-    Examples:
-        >>> method_name("ts"), method_name("cms-op")
-        ('Temperature scaling', 'CMS order preserving')
-    """
-    if id == "meta-cal":
-        return "Meta-Cal"
-    first, *rest = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", CALIBRATORS[id].__name__)
-    return " ".join((first, *(word if word.isupper() or word == "Dirichlet" else word.lower() for word in rest)))
 
 
 def resolve_methods(methods: str | Sequence[str], *, members: bool = False) -> tuple[str, ...]:
