@@ -41,9 +41,18 @@ class CaseSource(Protocol):
 
     def logits(self, rows: slice) -> Tensor: ...  # noqa: D102
     def labels(self, rows: slice) -> Tensor: ...  # noqa: D102
-    def mask(self, rows: slice) -> Tensor | None: ...  # noqa: D102
-    def image(self, rows: slice) -> Tensor | None: ...  # noqa: D102
-    def posterior(self, rows: slice) -> Tensor | None: ...  # noqa: D102
+
+    def mask(self, rows: slice) -> Tensor | None:
+        """None by default: all voxels are valid."""
+        return None
+
+    def image(self, rows: slice) -> Tensor | None:
+        """None by default: there is no image."""
+        return None
+
+    def posterior(self, rows: slice) -> Tensor | None:
+        """None by default: the true posterior is not known."""
+        return None
 
 
 @runtime_checkable

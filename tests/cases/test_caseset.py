@@ -132,7 +132,7 @@ PARTS = {"calibration": ("p00_0", "p00_1"), "validation": (), "test": ("p01_0",)
         ({"test": ("zzz", "p00_0")}, None, r"splits.test names 'zzz': no such case"),
         ({"calibration": ("p00_0", "p00_1"), "test": ("p00_1",)}, None, r"'p00_1' in splits.test and in .*calibration"),
         ({"test": ("p00_1", "p00_1")}, None, r"'p00_1' in splits.test and in splits.test"),
-        ({"calibration": ("p00_0",), "test": ("p00_1",)}, r"^p\d+", r"group 'p00' is cut: 'p00_0'.* 'p00_1'"),
+        ({"calibration": ("p00_0",), "test": ("p00_1",)}, r"^p\d+", r"group 'p00' is divided: 'p00_0'.* 'p00_1'"),
     ],
 )
 def test_declared_splits_that_cannot_be_are_refused_when_the_dataset_is_opened(tmp_path, splits, groups, says):
@@ -174,7 +174,7 @@ def test_parts_are_chosen_by_name_and_stay_with_fewer_cases():
         ((-1, 2, 2), {}, "negative"),
         ((0.5, 0.3, 0.2), {"groups": "^one"}, "does not match"),
         ((0.5, 0.3, 0.2), {"groups": {"p00_0": "a"}}, "has no group"),
-        ((0.5, 0.3, 0.2), {"groups": "("}, "is none"),
+        ((0.5, 0.3, 0.2), {"groups": "("}, "is not valid"),
         ((0.5, 0.3, 0.2), {"groups": lambda name: "all"}, "empty"),
     ],
 )

@@ -36,7 +36,7 @@ def test_labels_without_scores_are_named(tmp_path):
     root = plain(tmp_path, count=6)
     for i in (1, 4):
         (root / "logits" / f"case{i}.npy").unlink()
-    assert "labels: not read, because no scores have their name: case1.npy, case4.npy" in notes_of(root)
+    assert "labels: not read, because there are no scores of this name: case1.npy, case4.npy" in notes_of(root)
     assert len(segcal.open_cases(root)) == 4
 
 
@@ -45,8 +45,8 @@ def test_files_of_unknown_formats_are_named(tmp_path):
     (root / "logits" / "case9.mha").write_bytes(b"")
     (root / "labels" / "more").mkdir()
     notes = notes_of(root)
-    assert "logits: not read, because of no known format: case9.mha" in notes
-    assert "labels: not read, because of no known format: more" in notes
+    assert "logits: not read, because the format is not known: case9.mha" in notes
+    assert "labels: not read, because the format is not known: more" in notes
 
 
 def test_a_mask_folder_that_matches_nothing_is_an_error(tmp_path):
@@ -59,7 +59,7 @@ def test_a_mask_folder_that_matches_nothing_is_an_error(tmp_path):
     assert len(segcal.check(root).problems) == 1
     np.save(root / "masks" / "case0.npy", np.ones((9, 7), bool))
     notes = notes_of(root)
-    assert "no scores have their name: case0_mask.npy, case1_mask.npy" in notes
+    assert "there are no scores of this name: case0_mask.npy, case1_mask.npy" in notes
     assert "no mask, so every voxel counts, for case1" in notes
     (root / "masks").rename(root / "brain")
     with pytest.raises(DataError, match="is not a folder"):

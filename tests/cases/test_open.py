@@ -126,7 +126,7 @@ def test_groups_without_a_match(tmp_path, pattern):
 
 def test_spacing_of_unknown_cases_is_noted(tmp_path):
     cases = segcal.open_cases(plain(tmp_path), spacing={"case0": [1, 2], "zzz": [1, 1]})
-    assert cases.notes == ("[spacing] names cases that are not there: zzz",)
+    assert cases.notes == ("[spacing] names cases that do not exist: zzz",)
 
 
 @pytest.mark.parametrize("zoom", [np.nan, np.inf, 1e30])

@@ -41,8 +41,8 @@ def test_every_command_names_files_that_belong_to_no_case(run, tmp_path, command
     places = {"DATA": root, "CAL": tmp_path / "cal.safetensors", "OUT": tmp_path / "out"}
     code, _, error = run(*(places.get(word, word.replace("OUT", str(places["OUT"]))) for word in command))
     assert code == 0
-    assert error.count("labels: not read, because no scores have their name: case11.npy") == 1
-    assert error.count("masks: not read, because no scores have their name: case1_mask.npy") == 1
+    assert error.count("labels: not read, because there are no scores of this name: case11.npy") == 1
+    assert error.count("masks: not read, because there are no scores of this name: case1_mask.npy") == 1
     assert "no mask, so every voxel counts, for case1, case10, case2 and 7 more" in error
 
 
@@ -57,7 +57,7 @@ def test_a_study_names_them_too_for_shifted_data_as_well(run, tmp_path, monkeypa
     code, _, error = run("compare", roots[0], "--shifted", roots[1], "-o", tmp_path / "out")
     assert (code, "stop here" in error) == (1, True)
     for number in range(2):
-        assert error.count(f"labels: not read, because no scores have their name: case{number}.npy") == 1
+        assert error.count(f"labels: not read, because there are no scores of this name: case{number}.npy") == 1
 
 
 def test_check_shows_the_notes_with_its_tables(run, tmp_path):
@@ -65,7 +65,7 @@ def test_check_shows_the_notes_with_its_tables(run, tmp_path):
     (root / "logits" / "case1.npy").unlink()
     code, text, error = run("check", root)
     assert (code, error) == (0, "")
-    assert "no scores have their name: case1.npy" in text
+    assert "there are no scores of this name: case1.npy" in text
 
 
 def test_check_prints_strict_json(run, tmp_path):

@@ -88,7 +88,9 @@ def test_an_nnunet_folder_is_not_written_into(run, tmp_path):
     run("fit", predictions, "--layout", "nnunet", "--labels", truth, "-o", "cal.safetensors", "--test", "0")
     for output in (predictions, predictions / "new", tmp_path / "nn", truth):
         for resume in ((), ("--resume",)):
-            says = "read" if output != truth else "is not empty"  # labels are not read by apply
+            says = (
+                "a folder apart from the input" if output != truth else "is not empty"
+            )  # labels are not read by apply
             refused(
                 run,
                 tmp_path,

@@ -88,7 +88,7 @@ def test_check_lists_wrong_splits_and_notes_cases_in_no_part(run, root):
     declare(root, {"calibration": ["case1"], "test": ["case2"]}, groups="case")
     code, text, _ = run("check", root)
     assert code == 1
-    assert "group 'case' is cut: 'case1' is in splits.calibration, 'case2' is in splits.test" in text
+    assert "group 'case' is divided: 'case1' is in splits.calibration, 'case2' is in splits.test" in text
 
 
 def test_compare_says_which_splits_it_used(run, root, tmp_path):

@@ -1,7 +1,7 @@
-"""What a calibrator makes of a case: the one way in which evaluation, maps, pictures, fits and files come by it.
+"""The calibrated scores of a case, computed in one place for evaluation, maps, pictures, fits and files.
 
-Logits alone are not all that a calibrator may see of a case: there are its image, its ensemble members, and the
-neighbours of a voxel. So nobody but this module decides what a calibrator is shown.
+A calibrator may use more of a case than the logits of a voxel: its image, its ensemble members, its neighbours. This
+module alone decides what a calibrator gets to see.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from segcal.types import Case
 
 @runtime_checkable
 class CaseCalibrator(Protocol):
-    """What is seen of a calibrator."""
+    """A calibrator as evaluation sees it."""
 
     @property
     def spatial(self) -> bool:
-        """Whether more of a case matters to a voxel than its own logits: then only ``pieces`` is right."""
+        """Whether a voxel's result depends on more than its own logits: then only ``pieces`` is right."""
 
     @property
     def score_map(self) -> AffineMap | None:
-        """The map as an affine one, where it is, to be fused into the pass over the voxels."""
+        """The map, if it is affine, to be fused into the pass over the voxels."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Log-probabilities of any voxels ``(N, C, *spatial)``; of a whole case where ``spatial``."""
+        """Log-probabilities of any voxels ``(N, C, *spatial)``; of a whole case if ``spatial``."""
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """Rows of a case and their log-probabilities ``(N, C, rows, ...)``, in order."""
 
 
-#: A calibrator, a plain function from the logits of a whole case to its log-probabilities, or the scores as they are.
+#: A calibrator, a function from the logits of a whole case to log-probabilities, or None for uncalibrated scores.
 AnyCalibrator = CaseCalibrator | Callable[[Tensor], Tensor] | None
 
 
 @runtime_checkable
 class Classified(Protocol):
-    """What knows its classes: cases, and calibrators that were fitted to some (before, they have None)."""
+    """Anything with known classes: cases, and fitted calibrators (before the fit they have None)."""
 
     @property
     def num_classes(self) -> int | None:
-        """How many; two in each channel of multi-label data."""
+        """The number of classes; two in each channel of multi-label data."""
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Their names, where they have some."""
+        """Their names, if they have any."""
 
     @property
     def channel_names(self) -> tuple[str, ...] | None:
@@ -60,7 +60,7 @@ class Classified(Protocol):
 
 @runtime_checkable
 class PerChannel(Classified, Protocol):
-    """A calibrator that has a map for each channel, where it was fitted to multi-label data."""
+    """A calibrator that has a map for each channel if it was fitted to multi-label data."""
 
     @property
     def channels(self) -> Any:
@@ -68,7 +68,7 @@ class PerChannel(Classified, Protocol):
 
 
 class _Function:
-    """A plain function as a calibrator; nothing is known of it, so it sees whole cases."""
+    """A plain function as a calibrator. Nothing is known about it, so it gets whole cases."""
 
     spatial, score_map = True, None
 
@@ -83,7 +83,7 @@ class _Function:
 
 
 class _Uncalibrated:
-    """The scores as they are."""
+    """The uncalibrated scores."""
 
     spatial, score_map = False, None
 
@@ -95,7 +95,7 @@ class _Uncalibrated:
 
 
 def as_calibrator(calibrator: AnyCalibrator) -> CaseCalibrator:
-    """Whatever stands for a calibrator, as one.
+    """Wrap None or a plain function as a calibrator.
 
     Examples:
         >>> as_calibrator(lambda logits: logits / 2).spatial, as_calibrator(None).spatial
@@ -107,7 +107,7 @@ def as_calibrator(calibrator: AnyCalibrator) -> CaseCalibrator:
 
 
 def of_channel(calibrator: AnyCalibrator, index: int) -> AnyCalibrator:
-    """What calibrates one channel of multi-label data: its own map, or the function that all of them share."""
+    """The calibrator of one channel of multi-label data: its own map, or the function that all channels share."""
     if isinstance(calibrator, PerChannel) and calibrator.channel_names is not None:
         own: CaseCalibrator = calibrator.channels[index]
         return own
@@ -119,13 +119,13 @@ def check_classes(
 ) -> None:
     """Raise unless the cases have the classes and channels of a calibrator or of other cases, in the same order.
 
-    Names are compared where both have them; a plain function takes whatever comes.
+    Names are compared if both have them. A plain function accepts all cases.
 
     Args:
-        cases: What is about to be calibrated.
-        like: What it has to be like.
+        cases: The cases to be calibrated.
+        like: The calibrator or the cases that they must match.
         have: The beginning of the message, with its verb.
-        whose: Who expects it.
+        whose: What expects these classes, for the message.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -153,7 +153,7 @@ def check_classes(
             raise InputError(
                 f"{have} the {what} {', '.join(found)}",
                 expected=f"{', '.join(wanted)}, as {whose} has",
-                fix="mend the names, or the order of the scores' channels",
+                fix="correct the names, or the order of the channels of the scores",
             )
 
 
@@ -162,15 +162,15 @@ def _channels(names: tuple[str, ...] | None) -> str:
 
 
 def _given(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Names that somebody gave, not mere numbers."""
+    """The names, unless they are only the default numbers."""
     return None if names is None or names == numbered_channels(len(names)) else names
 
 
 @torch.no_grad()
 def score_pieces(case: Case, calibrator: AnyCalibrator) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of a case and their calibrated log-probabilities ``(N, C, rows, ...)``, in order; logits without one.
+    """Rows of a case and their calibrated log-probabilities ``(N, C, rows, ...)``, in order; logits if None.
 
-    Only some rows are in memory at a time, where the calibrator and the format of the case allow it.
+    Only some rows are in memory at a time, if the calibrator and the file format allow it.
 
     Examples:
         >>> from segcal.synthetic import scenes

@@ -1,4 +1,4 @@
-"""A set of cases: lazy, re-iterable, sliceable; split by patient, sharded over machines, read ahead."""
+"""A set of cases: lazy, re-iterable, sliceable, split by patient, sharded over machines, read ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_part
 from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
-# Cases above this size are not read ahead whole: they are meant to be walked through with Case.chunks().
+# Larger cases are not read ahead as a whole: they are read piece by piece with Case.chunks().
 PREFETCH_BYTES = 256 * 2**20
 
 #: The two classes of a channel of multi-label data.
@@ -42,10 +42,10 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseSet(Sequence[Case]):
-    """Cases of one dataset, opened when asked for.
+    """Cases of one dataset, opened when used.
 
-    Iterating opens each case anew and reads the next one in the background; nothing is kept once the caller lets go.
-    ``cases[3]`` is a case, ``cases[2:5]`` and ``cases.select(ids)`` are case sets.
+    Iterating opens every case again and reads the next one in the background; nothing is kept. ``cases[3]`` is a case,
+    ``cases[2:5]`` and ``cases.select(ids)`` are case sets.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -61,13 +61,13 @@ class CaseSet(Sequence[Case]):
     groups: Groups | None = None
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
     background: int | None = 0
-    """The class that metrics of the foreground leave out; None where every class is one like any other."""
+    """The class that metrics of the foreground leave out; None if there is no background."""
     num_members: int | None = None
     """How many ensemble members the logits are pooled from; None for a single model."""
     folders: tuple[Path, ...] = ()
     """The folders that the cases are read from, where nothing may be written."""
     notes: tuple[str, ...] = ()
-    """What whoever opened the files should know: some belong to no case, some chunks are not stored."""
+    """What the user should know, for example files that belong to no case, or chunks that are not stored."""
     channel_names: tuple[str, ...] | None = None
     """The channels of multi-label data, each a two-class problem of its own; None for ordinary data."""
 
@@ -101,16 +101,16 @@ class CaseSet(Sequence[Case]):
                 case = ahead.result()
                 ahead = submit(following)
                 yield case
-                del case  # Otherwise it would live on while the next one is awaited.
+                del case  # Otherwise it would stay in memory while the next one is read.
             yield ahead.result()
 
     @property
     def case_groups(self) -> dict[str, str]:
-        """The group of every case; without groups, its own name."""
+        """The group of every case; without groups, the name of the case."""
         return {name: group_of(name, self.groups) for name in self.ids}
 
     def about_groups(self) -> dict[str, Any] | None:
-        """What results say of groups: the pattern, if it is one, and the group of every case; None without groups."""
+        """The groups as results record them: the pattern, if any, and the group of every case; None without groups."""
         if self.groups is None:
             return None
         return {"pattern": self.groups if isinstance(self.groups, str) else None, "cases": self.case_groups}
@@ -124,7 +124,7 @@ class CaseSet(Sequence[Case]):
         return self._keep(tuple(known[name] for name in ids))
 
     def _keep(self, refs: Sequence[CaseRef]) -> CaseSet:
-        """Some of the cases; the declared parts keep those of them that are theirs."""
+        """Some of the cases, and their part of the declared splits."""
         kept = {ref.id for ref in refs}
         splits = {part: tuple(name for name in names if name in kept) for part, names in self.splits.items()}
         return replace(self, refs=refs, splits=splits)
@@ -142,7 +142,7 @@ class CaseSet(Sequence[Case]):
 
     @property
     def undeclared(self) -> tuple[str, ...]:
-        """Cases that no declared part names; none where no parts are declared."""
+        """Cases that are in no declared part; empty if no parts are declared."""
         named = {name for names in self.splits.values() for name in names}
         return tuple(name for name in self.ids if name not in named) if self.splits else ()
 
@@ -157,7 +157,7 @@ class CaseSet(Sequence[Case]):
         return self._pooled(None, check_pooling(space))
 
     def members(self, indices: Sequence[int]) -> CaseSet:
-        """The same cases as fewer members see them; one of them is a single model, pooled with nothing.
+        """The same cases with only some of their ensemble members.
 
         Examples:
             >>> from segcal.synthetic import scenes
@@ -192,7 +192,7 @@ class CaseSet(Sequence[Case]):
         return replace(self, refs=refs, channel_names=None)
 
     def shard(self, rank: int, world: int) -> CaseSet:
-        """Every ``world``-th case from ``rank`` on: the share of one of ``world`` processes."""
+        """Every ``world``-th case from ``rank`` on: the share of process ``rank`` of ``world``."""
         if not 0 <= rank < world:
             raise InputError(f"rank {rank} of world {world}", where="shard", expected="0 <= rank < world")
         return self._keep(self.refs[rank::world])
@@ -208,11 +208,11 @@ class CaseSet(Sequence[Case]):
     ) -> Split:
         """Disjoint random parts, as fractions of the cases or as whole numbers of cases.
 
-        Without sizes, the parts declared in ``segcal.toml`` are returned or, where there are none, 50/20/30 percent.
-        ``groups`` keeps cases together that belong together (one patient's volumes): a function of the case name, a
-        mapping, or a regular expression whose first group (or whole match) is the group's name. Which groups go into
-        which part is random; the sizes are as near to the wanted ones as that allows. The order of the files does not
-        matter: the same names and seed give the same parts.
+        Without sizes, the parts declared in ``segcal.toml`` are returned or, if there are none, 50/20/30 percent.
+        ``groups`` keeps cases together that belong together, such as the volumes of a patient: a function of the case
+        name, a mapping, or a regular expression whose first group (or whole match) is the name of the group. Groups
+        are assigned to parts at random, with sizes as close to the wanted ones as whole groups allow. The same names
+        and seed give the same parts, whatever the order of the files.
         """
         check_seed(seed)
         if calibration is validation is test is None:
@@ -222,44 +222,38 @@ class CaseSet(Sequence[Case]):
         wanted = (calibration or 0, validation or 0, test or 0)
         sizes = part_sizes(wanted, len(self))
         members = by_group(self.ids, groups or self.groups)
-        # A share of single cases that rounds to none is none; groups do not meet their shares, but each part has one.
+        # A part of single cases may round to none. Groups cannot meet sizes exactly, but every part gets at least one.
         asked = [size > 0 for size in (wanted if len(members) < len(self) else sizes)]
         parts = draw_parts(members, sizes, asked, seed)
-        for part, expected, chosen in zip(PARTS, asked, parts, strict=True):
-            if expected and not chosen:
+        for part, expected, drawn in zip(PARTS, asked, parts, strict=True):
+            if expected and not drawn:
                 raise InputError(
                     f"{len(self)} cases in {len(members)} groups leave the {part} part empty",
                     where="split",
                     expected="at least one group for every part asked for",
                     fix="use fewer parts, other sizes, or smaller groups",
                 )
-        order = {name: position for position, name in enumerate(self.ids)}
-        return Split(
-            *(self.select(sorted((i for name in part for i in members[name]), key=order.__getitem__)) for part in parts)
-        )
+        chosen = [{case for name in part for case in members[name]} for part in parts]
+        return Split(*(self.select([case for case in self.ids if case in own]) for own in chosen))
 
     def folds(self, count: int, *, seed: int = 0, groups: Groups | None = None) -> list[tuple[CaseSet, CaseSet]]:
-        """(The others, the fold) for each of ``count`` parts of nearly equal size, groups kept together as in split."""
+        """(The others, the fold) for each of ``count`` parts of nearly equal size. Groups stay together as in split."""
         check_seed(seed)
         members = by_group(self.ids, groups or self.groups)
         if not 2 <= count <= len(members):
             raise InputError(
-                f"{count} folds of {len(members)} groups", where="folds", expected="at least 2, and a group for each"
+                f"{count} folds of {len(members)} groups", where="folds", expected="at least 2, and one group for each"
             )
         sizes = [len(self) // count + (part < len(self) % count) for part in range(count)]
         parts = draw_parts(members, sizes, [True] * count, seed)
         fold_of = {case: part for part, chosen in enumerate(parts) for name in chosen for case in members[name]}
-        return [
-            (
-                self.select([case for case in self.ids if fold_of[case] != part]),
-                self.select([case for case in self.ids if fold_of[case] == part]),
-            )
-            for part in range(count)
-        ]
+        own = [[case for case in self.ids if fold_of[case] == part] for part in range(count)]
+        others = [[case for case in self.ids if fold_of[case] != part] for part in range(count)]
+        return [(self.select(rest), self.select(fold)) for rest, fold in zip(others, own, strict=True)]
 
 
 def numbered_channels(count: int) -> tuple[str, ...]:
-    """Names for channels that have none."""
+    """Names of channels that were given none."""
     return tuple(f"channel {index}" for index in range(count))
 
 
@@ -273,10 +267,10 @@ def _open_channel(ref: CaseRef, index: int) -> Case:
 
 @contextmanager
 def _background() -> Iterator[Callable[[CaseRef], Future[Case]]]:
-    """One thread that opens cases ahead.
+    """A thread that opens cases ahead of time.
 
-    It computes on one core: two pools of threads that spin on the same cores slow each other down badly. torch
-    gives the setting of one thread to all threads born later, so it is put back at the end.
+    It computes on one core: two pools of threads that spin on the same cores slow each other down. Torch passes the
+    thread count of this thread on to all threads started later, so it is restored at the end.
     """
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(1, "segcal-prefetch", initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -287,7 +281,7 @@ def _background() -> Iterator[Callable[[CaseRef], Future[Case]]]:
 
 
 def _open_ahead(ref: CaseRef) -> Case:
-    """Open a case and read it unless it is huge. Read errors are left for whoever asks for the tensor."""
+    """Open a case, and read it unless it is huge. Errors of reading are raised again when the tensor is used."""
     case = ref.open()
     with suppress(SegcalError):
         if 4 * int(np.prod(case.shape, dtype=np.int64)) <= PREFETCH_BYTES:

@@ -1,4 +1,4 @@
-"""``segcal.toml``: what a dataset folder is, where the plain convention does not say it all."""
+"""``segcal.toml``: describes a dataset folder where the plain convention is not enough."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DatasetConfig:
         return tuple(self.regions) if self.regions else self.class_names
 
     def background_class(self, num_classes: int) -> int | None:
-        """The background among so many classes, or None.
+        """The background class, or None if there is none.
 
         Examples:
             >>> [parse_config(raw).background_class(4) for raw in ({}, {"background": 3}, {"background": "none"})]
@@ -74,7 +74,7 @@ class DatasetConfig:
         if self.multilabel and self.background is not None:
             raise ConfigError(
                 f"background = {self.background!r} with multi-label data",
-                expected="no background: what a channel does not claim is outside of it",
+                expected="no background: every channel has its own outside",
             )
         if self.background == "none":
             return None
@@ -84,7 +84,7 @@ class DatasetConfig:
         return index
 
     def with_defaults(self) -> DatasetConfig:
-        """Fill in what follows from the rest."""
+        """The configuration with the remaining defaults filled in."""
         return replace(
             self,
             ignore_index=255 if self.ignore_index is None else self.ignore_index,
@@ -104,7 +104,7 @@ _TEXTS = ("scores", "labels", "images", "masks", "posteriors", "key", "groups")
 
 
 def background_line(background: int | None) -> str:
-    """How ``segcal.toml`` says which class is the background."""
+    """The line of ``segcal.toml`` that names the background class."""
     return 'background = "none"' if background is None else f"background = {background}"
 
 
@@ -179,7 +179,7 @@ def _pattern(text: str) -> str:
 
 
 def is_spacing(value: float) -> bool:
-    """Whether this can be the size of a voxel; beyond these bounds squared distances leave the range of numbers."""
+    """Whether this is a valid voxel size. Beyond these bounds squared distances would overflow or vanish."""
     return 1e-12 <= value <= 1e12
 
 
@@ -189,7 +189,7 @@ def _spacing(name: str, value: Any) -> tuple[float, ...]:
 
 
 def _is_int(value: Any) -> bool:
-    """Whether this is a whole number that a label can be."""
+    """Whether this is a whole number that fits 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 

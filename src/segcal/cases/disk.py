@@ -1,4 +1,4 @@
-"""One case read from its files: scores pooled and canonical, labels and masks checked, geometry compared."""
+"""One case read from its files: scores are pooled, labels and masks checked, geometries compared."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.scores import Pool, canonical_logits, pool
 from segcal.types import Kind, row_slices
 
-# Scores pooled at once: 4 MB as float64, which stays in cache between the steps.
+# Scores pooled at once: 4 MB of float64, which stay in cache between the steps.
 _POOL_VALUES = 2**19
 
 
 class DiskCase:
     """The files of one case as a ``segcal.types.EnsembleSource``.
 
-    ``whole`` is the case with all members where this one has some: it says what nnU-Net's exterior is, so that all
-    choices of members have the same valid voxels.
+    ``whole`` is the case with all members if this one has only some. It defines nnU-Net's exterior, so that the valid
+    voxels are the same whatever members are chosen.
     """
 
     def __init__(self, files: CaseFiles, config: DatasetConfig, whole: DiskCase | None = None) -> None:
@@ -42,7 +42,7 @@ class DiskCase:
         self.pooling: Kind = config.pooling or config.kind
         self._channels = slice(None)  # those that are read
         self.num_members = len(files.members) if len(files.members) > 1 or whole is not None else None
-        self._partial: set[Path] = set()  # members of which chunks are missing
+        self._partial: set[Path] = set()  # members with missing chunks
         self._extras: dict[Path, Oriented] = {}
         with self._naming():
             self._label = self._open_extra(files.label, LABEL_KEYS) if files.label else None
@@ -50,7 +50,7 @@ class DiskCase:
             self._check_shapes()
             self.spacing = self._geometry()
 
-    # -- what is known from the headers ---------------------------------------------------------------------------
+    # -- headers ------------------------------------------------------------------------------------------------------
 
     def _orient_scores(self, path: Path) -> Oriented:
         scores = orient(path, 1, axes=self.config.axes, usual=SCORE_KEYS, key=self.config.key)
@@ -70,7 +70,7 @@ class DiskCase:
             )
         if check_scores(file, sums_to_one=self.kind == "probs" and not self.multilabel):
             self._partial.add(path)
-        # A 2D case of nnU-Net is (C, 1, H, W), a NIfTI vector image (C, 1, z, y, x): the singleton is no spatial axis.
+        # A 2D case of nnU-Net is (C, 1, H, W), a NIfTI vector image (C, 1, z, y, x): axis 1 is not a spatial axis.
         if self._label is not None:
             flat = len(file.shape) - len(self._label.shape) == 2
         else:
@@ -87,7 +87,7 @@ class DiskCase:
                 raise DataError(
                     f"this ensemble member has shape {member.shape}",
                     where=str(member.file.path),
-                    expected=f"{first.shape} as {first.file.path} has",
+                    expected=f"{first.shape}, the shape of {first.file.path}",
                 )
         if self.config.regions and len(self.config.regions) != channels:
             raise ConfigError(
@@ -99,7 +99,7 @@ class DiskCase:
         self.spatial = tuple(spatial)
         if self._label is not None:
             assert self.files.label is not None
-            # Multi-label truth has a channel axis, unless regions say how to make channels from an integer map.
+            # Multi-label truth has a channel axis, unless regions define the channels from an integer map.
             leading = int(self.multilabel and not self.config.regions and len(self._label.shape) == len(first.shape))
             self._labels = replace(self._label, leading=leading)
             if self._labels.shape[leading:] != self.spatial:
@@ -135,7 +135,7 @@ class DiskCase:
         return DataError(problem, where=str(self.files.label), expected=f"labels of shape {self.spatial}", fix=fix)
 
     def _geometry(self) -> tuple[float, ...] | None:
-        """The spacing, after comparing the geometry of all files that have one."""
+        """The spacing. Raises if the geometries of the files differ."""
         known: list[tuple[Path, Geometry]] = []
         for path in (self.files.label, *self.files.members, self.files.prediction, self.files.mask, *self.files.images):
             format = None if path is None else format_of(path)
@@ -149,7 +149,7 @@ class DiskCase:
                     f"affine differs from that of {known[0][0]} by up to {off:.4g}",
                     where=str(path),
                     expected="the same geometry in all files of a case",
-                    fix="resample one onto the other, or copy the right header",
+                    fix="resample one onto the other, or copy the correct header",
                 )
             known.append((path, geometry))
         spacing = self.config.spacing
@@ -168,30 +168,28 @@ class DiskCase:
                 f"spacing {spacing}",
                 where=str(known[0][0]),
                 expected=SPACING_RANGE,
-                fix="mend the header, or say what is right with spacing = [...] in segcal.toml",
+                fix="correct the header, or declare spacing = [...] in segcal.toml",
             )
         return tuple(spacing)
 
-    # -- what is read -------------------------------------------------------------------------------------------------
+    # -- values -------------------------------------------------------------------------------------------------------
 
     def logits(self, rows: slice) -> Tensor:
         """Canonical logits of some rows, pooled over the members."""
-        with self._naming():
-            return self._pool(rows)
-
-    def _pool(self, rows: slice) -> Tensor:
         shape = (self.batch, self.num_classes, rows.stop - rows.start, *self.spatial[1:])
         if len(self.members) == 1:
             return self._read(self.members[0], rows, slice(0, shape[2]))
-        # Not less than a stored chunk at a time, which would have to be decoded again and again.
+        # At least a stored chunk at a time: otherwise it would be decoded several times.
         per_row = math.prod(shape) // max(1, shape[2])
         least = max(member.rows_per_chunk for member in self.members)
         parts = list(row_slices(shape, max(_POOL_VALUES, least * per_row)))
-        pooled = torch.empty(shape, dtype=torch.float32)
-        if self.sliceable:
-            for part in parts:
-                pooled[:, :, part] = pool((self._read(member, rows, part) for member in self.members), self.pooling)
-        else:  # Files that are decoded as a whole are decoded once each, and let go before the next.
+        with self._naming():
+            pooled = torch.empty(shape, dtype=torch.float32)
+            if self.sliceable:
+                for part in parts:
+                    pooled[:, :, part] = pool((self._read(member, rows, part) for member in self.members), self.pooling)
+                return pooled
+            # Files that are decoded as a whole are decoded once each, and freed before the next.
             pools = [Pool(self.pooling) for _ in parts]
             for member in self.members:
                 for part, running in zip(parts, pools, strict=True):
@@ -199,7 +197,7 @@ class DiskCase:
                 self._forget(member)
             for part, running in zip(parts, pools, strict=True):
                 pooled[:, :, part] = running.result()
-        return pooled
+            return pooled
 
     def member(self, index: int, rows: slice) -> Tensor:
         """Canonical logits of one member in some rows."""
@@ -223,9 +221,9 @@ class DiskCase:
         with self._naming(member.file.path):
             first = rows.start + part.start
             here = slice(first, rows.start + part.stop)
-            apart = member.file.sliceable and (member.file.chunk is None or member.file.chunk[0] == 1)
-            if self.kind == "logits" and apart and member.file.dtype == np.float16:
-                # Widened class by class, so that the narrow and the wide copy are never in memory together.
+            by_class = member.file.sliceable and (member.file.chunk is None or member.file.chunk[0] == 1)
+            if self.kind == "logits" and by_class and member.file.dtype == np.float16:
+                # Converted class by class, so that the whole is never in memory in both precisions.
                 channels = range(member.shape[0])[self._channels]
                 narrow = (torch.from_numpy(member.read(here, slice(k, k + 1))) for k in channels)
                 scores = torch.empty((1, len(channels), here.stop - first, *member.shape[2:]))
@@ -236,15 +234,12 @@ class DiskCase:
             if member.file.path in self._partial:
                 check_sums(scores, member.file)
             logits = canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
-            # Float32 scores are the file's own memory still, which must not outlive it.
-            return (
-                logits.clone(memory_format=torch.contiguous_format)
-                if logits.data_ptr() == scores.data_ptr()
-                else logits
-            )
+            # Float32 scores still share the memory of the mapped file and must not outlive it.
+            shared = logits.data_ptr() == scores.data_ptr()
+            return logits.clone(memory_format=torch.contiguous_format) if shared else logits
 
     def _forget(self, member: Oriented) -> None:
-        """Let go of a decoded file; the only member is kept, for the mask or the next rows."""
+        """Free a decoded file. An only member is kept, for the mask or the next rows."""
         if len(self.members) > 1:
             member.file.forget()
 
@@ -272,7 +267,7 @@ class DiskCase:
             raise DataError(
                 f"label {', '.join(map(str, values[:5]))} at {int(bad.sum())} voxels, first at {tuple(index.tolist())}",
                 expected=f"0..{count - 1}, or {self.ignore_index} to ignore",
-                fix=f"if {values[0]} means 'ignore', set ignore_index = {values[0]}; otherwise map the labels",
+                fix=f"if {values[0]} means 'ignore', set ignore_index = {values[0]}; otherwise remap the labels",
             )
 
     def mask(self, rows: slice) -> Tensor | None:
@@ -288,7 +283,7 @@ class DiskCase:
         return mask.expand(self.batch, *mask.shape)
 
     def exterior(self, rows: slice) -> Array | None:
-        """nnU-Net's padding in some rows, where it is to be masked."""
+        """nnU-Net's padding in some rows, if it is to be masked."""
         return self._exterior()[rows] if self.config.exterior == "mask" else None
 
     def _exterior(self) -> Array:
@@ -325,20 +320,18 @@ class DiskCase:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))[None]
 
     def _extra(self, path: Path, usual: tuple[str, ...], rows: slice, leading: int | None = None) -> Array:
-        """Some rows of a file beside the scores, with ``leading`` channel axes; by default one or none."""
+        """Some rows of a file beside the scores, with ``leading`` channel axes; None allows one or none."""
         with self._naming(path):
             if path not in self._extras:
                 array = self._open_extra(path, usual)
                 more = len(array.shape) - len(self.spatial)
                 array = replace(array, leading=min(max(more, 0), 1) if leading is None else leading)
                 if array.shape[array.leading :] != self.spatial:
-                    raise DataError(
-                        f"has spatial shape {array.shape[array.leading :]}",
-                        expected=f"{self.spatial} as the scores have",
-                    )
+                    problem = f"has spatial shape {array.shape[array.leading :]}"
+                    raise DataError(problem, expected=f"{self.spatial}, the shape of the scores")
                 self._extras[path] = array
             part = self._extras[path].read(rows)
-            if rows.stop == self.spatial[0]:  # Rows are read in order: what was decoded has served.
+            if rows.stop == self.spatial[0]:  # Rows are read in order, so this was the last part.
                 self._extras[path].file.forget()
             return part
 
@@ -349,14 +342,14 @@ class DiskCase:
 
     @contextmanager
     def _naming(self, path: Path | None = None) -> Iterator[None]:
-        """Errors inside say which case they are about, and which file; a lack of memory is one, too."""
+        """Add the case and the file to errors raised inside; running out of memory becomes such an error."""
         where = str(path) if path else None
         try:
             yield
         except SegcalError as error:
             raise error.at(case=self.id, where=where) from None
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's way to say it
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's message
                 raise
             raise DataError("does not fit into memory", case=self.id, where=where) from error
 
@@ -379,9 +372,9 @@ def _whole_numbers(labels: Array) -> Array:
         whole = np.isfinite(labels) & (labels == np.round(labels))
         if not whole.all():
             raise DataError(f"value {labels[~whole].flat[0]}", expected="whole numbers", fix="save a label map")
-    # The few types that hold more than int64 does.
+    # Types with values beyond int64.
     if labels.dtype.kind == "f" or labels.dtype == np.uint64:
         beyond = np.abs(labels) >= 2**63
         if beyond.any():
-            raise DataError(f"label {labels[beyond].flat[0]}", expected="labels below 2^63", fix="map the labels")
+            raise DataError(f"label {labels[beyond].flat[0]}", expected="labels below 2^63", fix="remap the labels")
     return labels.astype(np.int64)

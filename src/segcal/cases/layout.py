@@ -1,4 +1,4 @@
-"""From a folder to the files of each case: the plain convention. Problems are collected, so that all can be shown."""
+"""The files of each case of a folder in the plain convention. Problems are collected, so that all can be shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segcal.cases.formats import SCORE_FORMATS, format_of, split_suffix
 from segcal.errors import DataError, SegcalError
 from segcal.scores import KINDS
 
-# Beside the scores, in the plain convention.
+# Folders beside the scores, in the plain convention.
 _EXTRAS = ("labels", "images", "masks", "posteriors")
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 
@@ -28,8 +28,7 @@ class CaseFiles:
     images: tuple[Path, ...] = ()
     mask: Path | None = None
     posterior: Path | None = None
-    prediction: Path | None = None
-    """nnU-Net's own segmentation, which knows the geometry that its npz file lacks."""
+    prediction: Path | None = None  # nnU-Net's segmentation, which has the geometry that its npz file lacks
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -40,16 +39,23 @@ class CaseFiles:
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder holds: configuration (completed), the files of its cases, the names of its ensemble members."""
+    """What a folder holds.
+
+    Attributes:
+        config: The completed configuration.
+        cases: The files of every case.
+        members: The names of the ensemble members.
+        problems: What is wrong.
+        folders: The folders that are read; in the plain convention also those that would be.
+        notes: What is legal but easily overlooked: files that belong to no case, cases without a mask.
+    """
 
     config: DatasetConfig
     cases: tuple[CaseFiles, ...]
     members: tuple[str, ...] = ()
     problems: list[SegcalError] = field(default_factory=list)
     folders: tuple[Path, ...] = ()
-    """What is read: the folders of all files, and in the plain convention those that would be."""
     notes: list[str] = field(default_factory=list)
-    """What is legal and easily overlooked: files that belong to no case, cases without a mask."""
 
 
 def find_plain(root: Path, config: DatasetConfig) -> Found:
@@ -57,37 +63,30 @@ def find_plain(root: Path, config: DatasetConfig) -> Found:
     problems: list[SegcalError] = []
     notes: list[str] = []
     folder, config = _score_folder(root, config)
-    member_folders = [item for item in list_folder(folder, problems) if item.is_dir() and not format_of(item)]
-    loose = list_cases(folder, problems, None if member_folders else notes)
-    if member_folders and loose:
-        problems.append(
-            DataError(
-                f"holds score files and the folders {', '.join(item.name for item in member_folders)}",
-                where=str(folder),
-                expected="either one file per case, or one folder per ensemble member",
-            )
-        )
-        member_folders = []
-    cases = collect_members(
-        [list_cases(item, problems, notes) for item in member_folders] or [loose], member_folders, problems
-    )
-    return attach(Found(config, cases, tuple(item.name for item in member_folders), problems, notes=notes), root)
+    members = [item for item in list_folder(folder, problems) if item.is_dir() and not format_of(item)]
+    loose = list_cases(folder, problems, None if members else notes)
+    if members and loose:
+        problem = f"holds score files and the folders {', '.join(item.name for item in members)}"
+        expected = "either one file per case, or one folder per ensemble member"
+        problems.append(DataError(problem, where=str(folder), expected=expected))
+        members = []
+    cases = collect_members([list_cases(item, problems, notes) for item in members] or [loose], members, problems)
+    return attach(Found(config, cases, tuple(item.name for item in members), problems, notes=notes), root)
 
 
 def list_folder(folder: Path, problems: list[SegcalError]) -> list[Path]:
-    """What is in a folder and not hidden, in order; names that cannot be printed are problems."""
+    """The visible items of a folder, sorted. Names that are not UTF-8 are problems."""
     try:
-        items = sorted(item for item in folder.iterdir() if not _hidden(item))
+        items = sorted(item for item in folder.iterdir() if not item.name.startswith("."))
     except OSError as error:
         problems.append(DataError(f"cannot be listed ({error.strerror})", where=str(folder), expected="a folder"))
         return []
-    named = [item for item in items if is_text(item.name)]
     problems.extend(unreadable_name(item) for item in items if not is_text(item.name))
-    return named
+    return [item for item in items if is_text(item.name)]
 
 
 def is_text(name: str) -> bool:
-    """Whether a file name is UTF-8; Python stands in for bytes that are not with characters nothing can print."""
+    """Whether a file name is UTF-8. Python replaces other bytes with characters that cannot be printed."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -96,12 +95,12 @@ def is_text(name: str) -> bool:
 
 
 def unreadable_name(path: Path) -> DataError:
-    """The refusal of a name that is not UTF-8."""
+    """The error of a name that is not UTF-8."""
     return DataError(f"the name {os.fsencode(path.name)!r} is not UTF-8", expected="a readable name", fix="rename it")
 
 
 def list_cases(folder: Path, problems: list[SegcalError], notes: list[str] | None = None) -> dict[str, Path]:
-    """Case name to file, for the files of known formats; two files for one case and pickles are problems."""
+    """The files of known formats, by case. Two files for one case are a problem, and so are pickles."""
     found: dict[str, Path] = {}
     unknown = []
     for path in list_folder(folder, problems):
@@ -130,7 +129,7 @@ def list_cases(folder: Path, problems: list[SegcalError], notes: list[str] | Non
         else:
             found[parts[0]] = path
     if unknown and notes is not None:
-        notes.append(f"{folder}: not read, because of no known format: {_some(unknown)}")
+        notes.append(f"{folder}: not read, because the format is not known: {_some(unknown)}")
     return found
 
 
@@ -141,7 +140,7 @@ def _some(names: Sequence[str]) -> str:
 def collect_members(
     members: Sequence[dict[str, Path]], folders: Sequence[Path], problems: list[SegcalError]
 ) -> tuple[CaseFiles, ...]:
-    """Put the members of each case together; a member that lacks a case is a problem, and the case is left out."""
+    """Collect the members of each case. A member that lacks a case is a problem, and the case is left out."""
     cases = []
     for name in sorted(set().union(*members)):
         lacking = [folder.name for folder, files in zip(folders, members, strict=False) if name not in files]
@@ -159,7 +158,7 @@ def collect_members(
 
 
 def attach(found: Found, root: Path) -> Found:
-    """Add labels, images, masks and posteriors to the cases, by name; what belongs to no case is noted."""
+    """Add labels, images, masks and posteriors to the cases, by name. Files that belong to no case are noted."""
     config, problems = found.config, found.problems
     ids = {case.id for case in found.cases}
 
@@ -186,7 +185,7 @@ def attach(found: Found, root: Path) -> Found:
                 )
             )
         elif ids and strays:
-            found.notes.append(f"{path}: not read, because no scores have their name: {_some(strays)}")
+            found.notes.append(f"{path}: not read, because there are no scores of this name: {_some(strays)}")
         if usual == "masks" and lacking and len(lacking) < len(ids):
             found.notes.append(f"{path}: no mask, so every voxel counts, for {_some(lacking)}")
         return files
@@ -213,7 +212,7 @@ def attach(found: Found, root: Path) -> Found:
 
 
 def _owner(image: str, ids: set[str]) -> str:
-    """The case that an image file belongs to; ``scan_0001`` is a channel of ``scan`` unless it is a case itself."""
+    """The case of an image file: ``scan_0001`` is a channel of ``scan``, unless there is a case of that name."""
     return image if image in ids else re.sub(r"_\d{4}$", "", image)
 
 
@@ -223,7 +222,7 @@ def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfi
         folder = root / config.scores
         kind = config.kind or next((kind for kind in KINDS if kind == folder.name), None)
         if kind is None:
-            raise _undeclared(f"the scores are in {config.scores}/, which does not say what they are", root)
+            raise _undeclared(f"the scores are in {config.scores}/, which does not name their kind", root)
     elif not present:
         raise _nothing_found(root)
     else:
@@ -242,7 +241,7 @@ def _undeclared(problem: str, root: Path) -> DataError:
     return DataError(
         f"kind not declared: {problem}",
         where=str(root),
-        expected="logits or probabilities, declared, because guessing would corrupt every number",
+        expected="a declaration of logits or probabilities: a wrong guess would make every number wrong",
         fix="name the folder logits/ or probs/, or write kind = 'logits' or kind = 'probs' into segcal.toml",
     )
 
@@ -262,7 +261,3 @@ def _nothing_found(root: Path) -> SegcalError:
         )
     shown = ", ".join(entries[:8]) + (", ..." if len(entries) > 8 else "")
     return _undeclared(f"no folder named logits/ or probs/ (found {shown})", root)
-
-
-def _hidden(path: Path) -> bool:
-    return path.name.startswith(".")

@@ -1,16 +1,16 @@
-"""Chunks that a store does not hold: left out because all their values are the same, or lost?
+"""Missing chunks of a store: were they left out because they hold nothing but the fill value, or lost?
 
-Zarr by default does not write a chunk in which every value is the fill value (``write_empty_chunks=False``), so a
-valid store may lack chunks, and one chunk alone cannot tell. What surrounds it can:
+By default zarr does not write chunks in which every value is the fill value (``write_empty_chunks=False``). So a valid
+store may lack chunks, and a missing chunk alone does not tell. These rules decide:
 
-- HDF5 leaves out no chunk that was written, and segcal's own zarr stores say that they hold every chunk: what is
-  missing there was lost or never written. An error.
-- A zarr store with no chunk at all cannot be told from one that was created and never filled. An error.
-- A zarr store that does hold a chunk of nothing but the fill value was written in full. An error.
-- Probabilities sum to 1. With the missing chunks read as 0 they still do if these held zeros, and do not if mass was
-  lost. Every voxel is checked, more strictly than those of complete files.
+- HDF5 stores every chunk that was written, and so do the zarr stores of segcal, which say so: a missing chunk was lost
+  or never written. An error.
+- A zarr store without any chunk looks like one that was created and never filled. An error.
+- A zarr store that holds a chunk of nothing but the fill value was written in full. An error.
+- Probabilities sum to 1. With missing chunks read as 0, they still do if these chunks held zeros, and do not if some
+  were lost. Every voxel is checked, more strictly than in complete files.
 - Logits and sigmoid scores have no such sum. An error.
-- Labels, masks and images are read with the fill value, and that is said: in ``check`` and on opening.
+- Labels, masks and images are read with the fill value, and a note says so, in ``check`` and on opening.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from segcal.cases.layout import CaseFiles
 from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS
 from segcal.errors import DataError, SegcalError
 
-# How far from 1 the probabilities of a voxel may sum where chunks are missing; float16 rounds more and may do so.
+# Allowed difference from 1 of the sum over classes if chunks are missing; for float16 its rounding error.
 _SUM_TOLERANCE = 1e-5
 
 
 def check_scores(file: ArrayFile, *, sums_to_one: bool) -> bool:
-    """Raise if chunks of scores are lost; True if they are lost unless every voxel sums to 1 (``check_sums``)."""
+    """Raise if chunks of scores are lost. True if only the sums over classes can tell (``check_sums``)."""
     stored = file.stored()
     if stored is None or not stored.missing:
         return False
@@ -52,7 +52,7 @@ def check_sums(scores: Tensor, file: ArrayFile) -> None:
 
 
 def check_values(file: ArrayFile) -> None:
-    """Raise if chunks of labels, a mask or an image are lost and not just left out."""
+    """Raise if chunks of labels, a mask or an image are lost, not just left out."""
     stored = file.stored()
     if stored is None or not stored.missing:
         return
@@ -63,7 +63,7 @@ def check_values(file: ArrayFile) -> None:
 
 
 def missing_notes(cases: Sequence[CaseFiles]) -> list[str]:
-    """What is read as a fill value because zarr did not store it, in words."""
+    """Notes about labels, masks and images that are partly read as the fill value."""
     notes = []
     for name, usual, paths in (
         ("labels", LABEL_KEYS, [case.label for case in cases]),
@@ -83,7 +83,7 @@ def missing_notes(cases: Sequence[CaseFiles]) -> list[str]:
 
 def _partial(path: Path, usual: tuple[str, ...]) -> Stored | None:
     if (format := format_of(path)) and format.sparse:
-        with suppress(SegcalError):  # Whoever reads the file says what is wrong with it.
+        with suppress(SegcalError):  # It is raised again when the file is read.
             stored = open_array(path, usual=usual).stored()
             return stored if stored and stored.missing else None
     return None

@@ -1,4 +1,4 @@
-"""nnU-Net folders as they are: predictions, cross-validation results, several models; and their padded exterior."""
+"""nnU-Net folders as nnU-Net writes them: predictions, cross-validation, several models; and their padding."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from segcal.cases.formats import Array, split_suffix
 from segcal.cases.layout import CaseFiles, Found, attach, collect_members, list_folder
 from segcal.errors import DataError, SegcalError
 
-# Formats of nnU-Net's own segmentations, the first of which is preferred.
+# Formats of nnU-Net's segmentations, in order of preference.
 _SEGMENTATIONS = (".nii.gz", ".nii", ".png", ".tif")
 
 
 def find_nnunet(root: Path, config: DatasetConfig) -> Found:
     """Find the cases of an nnU-Net folder.
 
-    Read as they are: the output of ``nnUNetv2_predict --save_probabilities`` (``<case>.npz``), a trained model's folder
+    This is the output of ``nnUNetv2_predict --save_probabilities`` (``<case>.npz``), the folder of a trained model
     (``fold_*/validation/<case>.npz``, every case from the fold that held it out), one of these ``validation`` folders,
     or a folder of several such outputs, which is an ensemble. ``dataset.json`` gives class names, ignore label and
-    regions. The pickled sidecars are not opened. The ground truth is not in there: ``labels`` says where it is.
+    regions. The pickled sidecars are not opened. The ground truth is elsewhere: ``labels`` says where.
     """
     base = root / (config.scores or ".")
     problems: list[SegcalError] = []
@@ -52,7 +52,7 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
 
 
 def connected_to_border(background: Array) -> Array:
-    """Which of the exact one-hot background voxels are the padded exterior: those connected to the border.
+    """The voxels of the padded exterior: exact one-hot background that is connected to the border.
 
     Args:
         background: ``(*spatial)`` bool, True where the scores are exactly (1, 0, ..., 0).
@@ -64,7 +64,7 @@ def connected_to_border(background: Array) -> Array:
     pieces, _ = ndimage.label(background)
     border = np.zeros(background.shape, bool)
     for axis in range(background.ndim):
-        # A singleton axis is a 2D image in disguise: its faces are the whole image, not a border.
+        # An axis of length 1 means a 2D image: the faces along it are the whole image, not a border.
         if background.shape[axis] > 1:
             border[(slice(None),) * axis + ([0, -1],)] = True
     touching = np.unique(pieces[border & background])
@@ -72,7 +72,7 @@ def connected_to_border(background: Array) -> Array:
 
 
 def _scores(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
-    """The npz files of a folder; the segmentations of the same name beside them are not scores."""
+    """The npz files of a folder, by case. The segmentations beside them are not scores."""
     return {path.stem: path for path in list_folder(folder, problems) if path.suffix.lower() == ".npz"}
 
 
@@ -93,7 +93,7 @@ def _cross_validation(folds: list[Path], problems: list[SegcalError]) -> tuple[C
 
 
 def _prediction(scores: Path, segmentations: dict[Path, dict[str, Path]]) -> Path | None:
-    """The segmentation beside a score file; ``segmentations`` remembers the folders that were listed already."""
+    """The segmentation beside a score file; ``segmentations`` caches the folders that were listed."""
     folder = scores.parent
     if folder not in segmentations:
         named = [(split_suffix(path.name), path) for path in list_folder(folder, [])]
@@ -104,7 +104,7 @@ def _prediction(scores: Path, segmentations: dict[Path, dict[str, Path]]) -> Pat
 
 
 def _with_description(base: Path, members: list[Path], config: DatasetConfig) -> DatasetConfig:
-    """Take over class names, ignore label and regions from ``dataset.json`` where the user declared none."""
+    """Take class names, ignore label and regions from ``dataset.json`` unless the user declared them."""
     places, here = [base, *members], base.resolve()
     if here.name == "validation" and here.parent.name.startswith("fold_"):  # one fold of a trained model
         places.append(here.parents[1])

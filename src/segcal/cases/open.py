@@ -24,9 +24,9 @@ from segcal.types import Case
 def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **declared: Any) -> CaseSet:
     """Open a dataset folder (or a ``segcal.toml`` that describes one elsewhere).
 
-    Files are listed now and read when a case is used. Everything ``segcal.toml`` may say can also be given as a
-    keyword, which then wins: ``open_cases("predictions", layout="nnunet", labels="/data/labelsTs")``. Folders are
-    relative to the dataset's.
+    Files are listed now and read when a case is used. Every key of ``segcal.toml`` can also be given as a keyword,
+    which then takes precedence: ``open_cases("predictions", layout="nnunet", labels="/data/labelsTs")``. Folders are
+    relative to that of the dataset.
 
     Args:
         path: The folder, or the path of a ``segcal.toml``.
@@ -85,7 +85,7 @@ def find_cases(path: Path, **declared: Any) -> Found:
 
 
 def _confusions(found: Found) -> list[SegcalError]:
-    """Case names that look the same but differ; a spacing of cases that do not exist is noted."""
+    """The errors of case names that look the same but differ. A spacing of unknown cases is noted."""
     problems: list[SegcalError] = []
     alike: dict[str, list[str]] = {}
     for case in found.cases:
@@ -94,10 +94,9 @@ def _confusions(found: Found) -> list[SegcalError]:
         if len(ids) > 1:
             spellings = " and ".join(ascii(one) for one in ids)
             problems.append(DataError(f"two cases look the same: {spellings}", case=name, expected="different names"))
-    if isinstance(found.config.spacing, Mapping):
-        strangers = sorted(set(found.config.spacing) - {case.id for case in found.cases})
-        if strangers:
-            found.notes.append(f"[spacing] names cases that are not there: {', '.join(strangers[:3])}")
+    spacing = found.config.spacing if isinstance(found.config.spacing, Mapping) else {}
+    if unknown := sorted(set(spacing) - {case.id for case in found.cases}):
+        found.notes.append(f"[spacing] names cases that do not exist: {', '.join(unknown[:3])}")
     return problems
 
 
@@ -117,7 +116,7 @@ def missing_labels(found: Found) -> list[SegcalError]:
 
 
 def case_set(found: Found) -> CaseSet:
-    """The case set of listed files; opens the first case to learn the number of classes, which all must share."""
+    """The case set of listed files. The first case is opened: all must have its number of classes."""
     first = DiskCase(found.cases[0], found.config)
     config = replace(found.config, classes=first.members[0].shape[0])
     if (problem := wrong_names(config)) is not None:
@@ -139,10 +138,10 @@ def case_set(found: Found) -> CaseSet:
 
 
 def wrong_names(config: DatasetConfig) -> ConfigError | None:
-    """The error of names that are not one for each of the channels, ``config.classes`` of them."""
+    """The error of class names that do not match the channels, of which there are ``config.classes``."""
     names = config.names
     if config.multilabel and names is not None and len(set(names)) < len(names):
-        return ConfigError(f"class_names {', '.join(names)}", expected="a name of its own for every channel")
+        return ConfigError(f"class_names {', '.join(names)}", expected="a different name for every channel")
     if names is None or len(names) == config.classes:
         return None
     return ConfigError(f"{len(names)} class_names", expected=f"{config.classes}, one per channel of the scores")

@@ -1,4 +1,4 @@
-"""An array file in canonical axes, whatever their order in the file."""
+"""An array file with its axes in canonical order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGE_KEYS = ("image",)
 
 @dataclass(frozen=True)
 class Oriented:
-    """An array file seen as ``(channels..., *spatial)`` in canonical order, whatever the order in the file."""
+    """An array file as ``(channels..., *spatial)`` in canonical order, whatever the order in the file."""
 
     file: ArrayFile
     leading: int
@@ -25,13 +25,13 @@ class Oriented:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape as seen from here."""
+        """The shape in canonical order."""
         lead, spatial = self.file.shape[: self.leading], self.file.shape[self.leading + self.squeeze :]
         return (*lead, *(spatial[::-1] if self.reverse else spatial))
 
     @property
     def rows_per_chunk(self) -> int:
-        """How many rows are stored together; 1 where rows can be read one by one."""
+        """How many rows are stored in one chunk; 1 if rows can be read one by one."""
         chunk = self.file.chunk
         return chunk[-1 if self.reverse else self.leading + self.squeeze] if chunk else 1
 
@@ -48,6 +48,6 @@ class Oriented:
 
 
 def orient(path: Path, leading: int, *, axes: str, usual: tuple[str, ...] = (), key: str | None = None) -> Oriented:
-    """Open a file with ``leading`` channel axes; ``axes`` says how array files order the others."""
+    """Open a file with ``leading`` channel axes; ``axes`` is the order of the others in array files."""
     file, format = open_array(path, key=key, usual=usual), format_of(path)
     return Oriented(file, leading, reverse=axes == "xyz" and format is not None and not format.own_axes)

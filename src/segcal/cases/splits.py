@@ -1,4 +1,4 @@
-"""Which cases belong together, and which part of a dataset they are in: groups, declared splits, random splits."""
+"""Groups of cases that belong together, declared splits, and random splits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from segcal.errors import ConfigError, InputError
 Groups = str | Mapping[str, str] | Callable[[str], str]
 
 PARTS = ("calibration", "validation", "test")
-# Random assignments of groups to parts that are compared by how near their sizes come to the wanted ones.
+# Random assignments of groups to parts, which are compared by how close their sizes are to the wanted ones.
 _DRAWS = 32
-# Of these, the share to draw from. Taking the nearest one would put the same groups into the same parts every time.
+# The closest share of these, from which one is taken. Always the closest would give nearly the same parts each time.
 _NEAREST = 0.5
 
 
 def by_group(ids: Sequence[str], groups: Groups | None) -> dict[str, list[str]]:
-    """The names of every group; without groups every case is its own."""
+    """The cases of every group; without groups every case is its own group."""
     members: dict[str, list[str]] = {}
     for name in ids:
         members.setdefault(group_of(name, groups), []).append(name)
@@ -40,7 +40,7 @@ def group_of(name: str, groups: Groups | None) -> str:
             match = re.search(groups, name)
         except re.error as error:
             raise InputError(
-                f"the pattern {groups!r} is none ({error})", where="groups", expected="a regular expression"
+                f"the pattern {groups!r} is not valid ({error})", where="groups", expected="a regular expression"
             ) from None
         if match is None or (match.re.groups and match.group(1) is None):
             raise InputError(
@@ -57,7 +57,7 @@ def group_of(name: str, groups: Groups | None) -> str:
 
 
 def check_splits(splits: Mapping[str, Sequence[str]], ids: Sequence[str], groups: Groups | None) -> None:
-    """Declared parts must be disjoint, name cases that are there, and keep groups whole."""
+    """Raise unless the declared parts are disjoint, name existing cases, and keep groups together."""
     known = set(ids)
     part_of: dict[str, str] = {}
     for part, names in splits.items():
@@ -71,7 +71,7 @@ def check_splits(splits: Mapping[str, Sequence[str]], ids: Sequence[str], groups
             raise ConfigError(
                 f"{some(twice)} in splits.{part} and in splits.{part_of.get(twice[0], part)}",
                 expected="every case in one part, once",
-                fix="remove them from one of the two: a case that is fitted to says nothing when tested on",
+                fix="remove them from one of the two: testing on the cases of a fit shows nothing",
             )
         part_of |= dict.fromkeys(names, part)
     for group, names in by_group(list(part_of), groups).items():
@@ -79,14 +79,14 @@ def check_splits(splits: Mapping[str, Sequence[str]], ids: Sequence[str], groups
         if len(one_of) > 1:
             found = ", ".join(f"'{name}' is in splits.{part}" for part, name in one_of.items())
             raise ConfigError(
-                f"group '{group}' is cut: {found}",
+                f"group '{group}' is divided: {found}",
                 expected="all cases of a group in the same part",
                 fix="move them together, or correct 'groups'",
             )
 
 
 def in_no_part(names: Sequence[str]) -> list[str]:
-    """What to say of cases that no declared part names: nothing where there are none.
+    """A note about cases that are in no declared part; none if there are no such cases.
 
     Examples:
         >>> in_no_part([]), in_no_part(["a", "b"])
@@ -99,7 +99,7 @@ def in_no_part(names: Sequence[str]) -> list[str]:
 
 
 def part_sizes(parts: Sequence[float | int], total: int) -> list[int]:
-    """Fractions or counts to counts that fit; rounding gives the remainder to the earlier parts."""
+    """Sizes of parts in cases, from fractions or whole numbers; cumulative shares are rounded."""
     if any(part < 0 for part in parts):
         raise InputError(f"sizes {tuple(parts)}", where="split", expected="no negative size")
     if all(isinstance(part, int) or part == 0 for part in parts):
@@ -119,10 +119,10 @@ def part_sizes(parts: Sequence[float | int], total: int) -> list[int]:
 def draw_parts(
     members: Mapping[str, Sequence[str]], sizes: Sequence[int], asked: Sequence[bool], seed: int
 ) -> list[list[str]]:
-    """Groups at random to parts of about these sizes, at least one to each part that is asked for.
+    """Assign groups at random to parts of about these sizes, at least one to each part that is asked for.
 
-    Each draw gives the groups, in random order, to the part that lacks the most cases. Of 32 draws one of the nearer
-    half is taken; where every case is its own group, the first one meets the sizes.
+    Each draw gives the groups, in random order, to the part that lacks the most cases. Of 32 draws, the first one of
+    the closer half is taken. If every case is its own group, one draw meets the sizes.
     """
     names = sorted(members)
     random = np.random.default_rng(seed)
@@ -142,9 +142,9 @@ def _fill(groups: Sequence[tuple[str, int]], sizes: Sequence[int], asked: Sequen
     spare = sum(size for _, size in groups) - sum(sizes)  # cases that no part needs
     for place, (name, size) in enumerate(groups):
         empty = [part for part, own in enumerate(parts) if asked[part] and not own]
-        last = len(groups) - place <= len(empty)  # No group is left but for the parts that have none.
+        last = len(groups) - place <= len(empty)  # All groups left are needed by parts that have none.
         part = max(empty if last else range(len(sizes)), key=missing.__getitem__)
-        # A group that takes a part further beyond its size than it was below is left out, where that is possible.
+        # A group that would exceed the part's size by more than it now lacks is left out if it can be spared.
         if last or (missing[part] > 0 and not (size > 2 * missing[part] and spare >= size)):
             parts[part].append(name)
             missing[part] -= size
@@ -154,7 +154,7 @@ def _fill(groups: Sequence[tuple[str, int]], sizes: Sequence[int], asked: Sequen
 
 
 def some(names: Sequence[str]) -> str:
-    """Some of the names, quoted.
+    """The first few names, quoted.
 
     Examples:
         >>> some(["a", "b"]), some(list("abcdefg"))

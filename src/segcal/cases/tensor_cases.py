@@ -1,4 +1,4 @@
-"""Tensors as cases, for those who have no dataset."""
+"""Tensors as cases, for users without a dataset on disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
-from segcal.types import CHUNK_VALUES, Case
+from segcal.types import CHUNK_VALUES, Case, CaseSource
 
-# Cases that the images of a tensor are divided into, if there are as many.
+# The number of cases that the images of a tensor are divided into, if there are that many.
 _TENSOR_CASES = 10
 
 
 def tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> CaseSet:
-    """Logits ``(N, C, *spatial)`` or ``(N, C)`` and labels as some cases, checked.
+    """Check logits ``(N, C, *spatial)`` or ``(N, C)`` and labels, and divide them into cases.
 
     Examples:
         >>> len(tensors_as_cases(torch.zeros(20, 3, 8, 8), torch.zeros(20, 8, 8).long(), 255, None))
@@ -40,7 +40,7 @@ def tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, m
         logits, labels = logits.T[None], labels[None]
         mask = None if mask is None else mask[None]
     refs = []
-    # Some images are a case: few enough to hold some out, many enough not to spend the time on turns.
+    # Several images make a case: few enough to hold some cases out, enough to keep the overhead per case small.
     size = max(1, min(len(logits) // _TENSOR_CASES, CHUNK_VALUES // max(1, logits[:1].numel())))
     for n in range(0, len(logits), size):
         some = slice(n, n + size)
@@ -51,11 +51,10 @@ def tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, m
     return CaseSet(refs, num_classes=logits.shape[1], ignore_index=ignore_index)
 
 
-class _TensorSource:
+class _TensorSource(CaseSource):
     """Tensors as a case."""
 
-    sliceable = True
-    spacing: tuple[float, ...] | None = None
+    sliceable, spacing = True, None
 
     def __init__(self, id: str, logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int) -> None:
         self.id = id
@@ -71,9 +70,3 @@ class _TensorSource:
 
     def mask(self, rows: slice) -> Tensor | None:
         return None if self._mask is None else self._mask[:, rows]
-
-    def image(self, rows: slice) -> None:
-        return None
-
-    def posterior(self, rows: slice) -> None:
-        return None

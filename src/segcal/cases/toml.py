@@ -34,8 +34,8 @@ def read_toml(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Confi
 def toml_text(text: str) -> str:
     """A text in quotes, as a value or as a key.
 
-    JSON's escapes are TOML's, too, but for characters beyond the first plane, which JSON writes as two halves: so all
-    characters but control characters stay as they are. The file must be written as UTF-8.
+    TOML has the escapes of JSON, except for surrogate pairs. So only control characters are escaped, and the file must
+    be written as UTF-8.
 
     Examples:
         >>> print(toml_text('left "big" \\\\ ventricle'), toml_text("tumour \\U0001F9E0"))
@@ -45,7 +45,7 @@ def toml_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise OutputError(
-            f"the name {text!r} is not valid text", expected="Unicode", fix="rename it, and try again"
+            f"the name {text!r} is not valid text", expected="Unicode", fix="rename it and try again"
         ) from None
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
