@@ -102,7 +102,7 @@ class FitReport:
         iterations: Steps of the solver.
         seconds: Wall-clock time.
         voxels_used: Voxels the solution rests on.
-        notes: What the user should know: active bounds, fallbacks, starved classes.
+        notes: What the user should know: active bounds, fallbacks, classes with too few voxels.
     """
 
     nll_before: float

@@ -8,8 +8,8 @@ import torch
 
 from reference.calibrators import best_nll, drawn, least, nll
 from segcal.calibrators import CALIBRATORS
-from segcal.fitting.expert_fit import expert_map
 from segcal.fitting.expert_form import FLOOR
+from segcal.fitting.expert_sums import expert_map
 from segcal.kernels.experts import ExpertMap
 from segcal.synthetic import ClassConditional, GaugeOffsets, scenes, true_calibration_error
 

@@ -11,8 +11,8 @@ from reference.calibrators import MAPS, best_nll, drawn, least, nll, start
 from segcal.calibrators import CALIBRATORS, load
 from segcal.errors import InputError
 from segcal.fitting import expert_adam, expert_exact
-from segcal.fitting.expert_fit import Rows, expert_sums
 from segcal.fitting.expert_form import FLOOR
+from segcal.fitting.expert_sums import Rows, expert_sums
 from segcal.kernels.experts import ExpertMap
 from segcal.scores import canonical_logits
 from segcal.synthetic import Temperature, scenes

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from segcal.calibrators import CALIBRATORS
-from segcal.fitting.expert_fit import expert_map
+from segcal.fitting.expert_sums import expert_map
 from segcal.fitting.penalty import Quadratic, odir
 
 IDS = ("ms", "dc", "cdc", "cms-ap", "cms-op")

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from segcal.errors import InputError
-from segcal.fitting.expert_fit import Rows, expert_sums
+from segcal.fitting.expert_sums import Rows, expert_sums
 from segcal.kernels.apply_cpu import apply_experts
 from segcal.kernels.expert_cpu import expert_gradient, sorting_pairs
 from segcal.kernels.experts import ExpertMap

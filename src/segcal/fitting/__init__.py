@@ -1,1 +1,1 @@
-"""What fits share: the first pass, samples, held-out cases, penalties, the experts' exact fit."""
+"""What fits share: the first pass, samples, held-out cases, penalties, and the fits of expert maps."""

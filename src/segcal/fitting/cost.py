@@ -1,4 +1,4 @@
-"""What a fit takes, before it begins: too many classes for a map are refused at once, and what would fit is named."""
+"""What a fit will cost: a map with too many classes is refused before any work, and smaller ones are suggested."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 
 from segcal.errors import InputError
 
-#: Of the memory that is free when a fit begins, what it may take.
+#: The share of free memory that a fit may take.
 SHARE = 0.5
-# Matrices of all parameters that are held at once: penalty, sums, Hessians of the points compared, copies to factorise.
+# Matrices of all parameters held at once: penalty, sums, Hessians of the points compared, copies to factorise.
 _MATRICES = 12
-# Evaluations with curvature in a usual fit, and factorisations for each, as bounds are met and let go.
+# Evaluations with curvature in a typical fit, and factorisations for each, as bounds become active and inactive.
 _EVALUATIONS, _FACTORISATIONS = 12, 3
-# Multiplications and additions of float64 in a second, by one thread of a usual processor.
+# Float64 multiplications and additions per second and thread on a typical processor.
 _SPEED = 1e10
-# Where a machine does not say how much memory it has.
+# Free memory assumed where the system does not report it.
 _UNKNOWN = 8 * 2**30
-_GROUP = Path("/sys/fs/cgroup")  # where a container says what it may use
+# Where a container reports its memory limit.
+_GROUP = Path("/sys/fs/cgroup")
 
 
 class FitCost(NamedTuple):
-    """Bytes that a fit holds at its peak, besides the data, about how many seconds it takes, and what they are for."""
+    """Bytes that a fit holds at its peak besides the data, roughly how many seconds it takes, and what for."""
 
     memory: float
     seconds: float
@@ -33,14 +34,14 @@ class FitCost(NamedTuple):
 
 
 class Costly(Protocol):
-    """A calibrator that knows what its fit takes."""
+    """A calibrator that knows the cost of its fit."""
 
     def cost(self, num_classes: int) -> FitCost | None:
-        """Of a fit to so many classes; None where it is little."""
+        """The cost of a fit to so many classes; None if it is small."""
 
 
 def curvature_cost(experts: int, outputs: int, columns: int, voxels: int) -> FitCost:
-    """Of Newton's method for E experts with ``P = K L`` parameters each, of K outputs and L inputs, bias included.
+    """The cost of Newton's method for E experts with ``P = K L`` parameters each: K outputs, L inputs with the bias.
 
     Memory: ``8 E P^2 (12 + t / 4)`` bytes: twelve matrices of each expert's parameters, and one of symmetric sums, a
     quarter as large, for each of t threads.
@@ -63,26 +64,22 @@ def curvature_cost(experts: int, outputs: int, columns: int, voxels: int) -> Fit
 
 
 def check_cost(name: str, num_classes: int, cost: FitCost, known: Mapping[str, Callable[[], Costly]]) -> None:
-    """Raise where a fit takes more than its share of the memory that is free; ``known`` calibrators may fit instead."""
+    """Raise if a fit takes more than its share of free memory, and suggest which ``known`` calibrators fit."""
     budget = SHARE * available_memory()
     if cost.memory <= budget:
         return
+    costs = {other: kind().cost(num_classes) for other, kind in known.items()}
+    smaller = [other for other, own in costs.items() if own is None or own.memory <= budget]
     raise InputError(
         f"'{name}' of {num_classes} classes needs about {_bytes(cost.memory)} for {cost.purpose}, and "
         f"{_duration(cost.seconds)}",
         expected=f"at most {_bytes(budget)}, {SHARE:.0%} of the memory that is free",
-        fix=f"take one of {', '.join(_within(num_classes, budget, known))}, which fit, or merge classes",
+        fix=f"take one of {', '.join(smaller)}, which fit, or merge classes",
     )
 
 
-def _within(num_classes: int, budget: float, known: Mapping[str, Callable[[], Costly]]) -> list[str]:
-    """Ids of the calibrators that fit."""
-    costs = {name: kind().cost(num_classes) for name, kind in known.items()}
-    return [name for name, cost in costs.items() if cost is None or cost.memory <= budget]
-
-
 def available_memory() -> float:
-    """Bytes that can be had without swapping, within the limit of a container, if there is one."""
+    """Bytes available without swapping, within the limit of the container if there is one."""
     limits = [_free_in_group(), _free()]
     return min((limit for limit in limits if limit is not None), default=_UNKNOWN)
 
@@ -93,17 +90,17 @@ def _free() -> float | None:
         return next(1024 * float(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError, IndexError):
         pass
-    try:  # no Linux: what there is in all
+    try:  # not Linux: the total memory
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
         return None
 
 
 def _free_in_group() -> float | None:
-    """What the control group of a container leaves; None where it sets no limit."""
+    """Bytes that the container's control group leaves; None if it sets no limit."""
     try:
         limit, used = (float((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # "max" is no limit
+    except (OSError, ValueError):  # "max" means no limit
         return None
     return max(limit - used, 0.0)
 

@@ -11,7 +11,7 @@ VoxelBudget = Literal["auto", "all"]
 
 
 class FitData(NamedTuple):
-    """What a calibrator is fitted to: cases, cases to validate on, how many voxels to use, and a seed."""
+    """What a calibrator is fitted to: cases, validation cases, how many voxels to use, and a seed."""
 
     cases: CaseSet
     validation: CaseSet | None
@@ -20,7 +20,7 @@ class FitData(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What a subclass reports of its fit; the base class adds the time it took."""
+    """What a calibrator reports of its fit; the base class adds the time it took."""
 
     nll_before: float
     nll_after: float

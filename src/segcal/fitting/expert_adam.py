@@ -1,4 +1,4 @@
-"""Expert maps as the papers train them: softplus for what must not be negative, Adam, early stopping."""
+"""Expert maps as the papers train them: softplus for non-negative parameters, Adam, early stopping."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from segcal.kernels import ExpertMap
 from segcal.solvers import adam
 from segcal.types import FloatArray
 
-_VOXELS, _BATCH = 100_000, 20_000  # as many to validate on
-_SMALL = 1e-6  # what softplus makes of the zeros of the identity
+# Voxels to train on (and as many to validate on), and voxels in a batch.
+_VOXELS, _BATCH = 100_000, 20_000
+# Where the identity is zero, softplus starts at this.
+_SMALL = 1e-6
 
 
 def fit_by_adam(
@@ -44,21 +46,20 @@ def fit_by_adam(
 
     training = adam(module, loss, batches, validation, learning_rate=learning_rate, patience=patience, seed=data.seed)
     with torch.no_grad():
-        mapping = module.map()
-        before, after = _nll(samples.whole), _nll(samples.whole, mapping)
-        theta = torch.cat((mapping.weight, mapping.bias[:, :, None]), 2).double().numpy()
+        before, after = _nll(samples.whole), _nll(samples.whole, module.map())
+        theta = module.theta().double().numpy()
     notes = [training.message, *samples.notes]
-    if form.basis is None:  # Adam knows no upper bounds
+    if form.basis is None:  # Adam does not know the upper bounds
         theta = np.clip(theta, *form.bounds)
     if after > before:
-        notes.append("worse than the identity on the fit data, which is kept")
+        notes.append("worse than the identity on the fit data, so the identity is kept")
         theta, after = form.identity, before
     found = Fitted(before, after, training.converged, math.nan, training.iterations, samples.voxels, notes)
     return theta, found
 
 
 def _nll(samples: Sequence[VoxelSample], mapping: ExpertMap | None = None) -> float:
-    """The mean NLL of what the samples stand for, mapped or as it is."""
+    """The mean NLL of the samples, mapped or as they are."""
     total = 0.0
     for sample in samples:
         scores = sample.logits if mapping is None else mapping(sample.logits)
@@ -68,32 +69,23 @@ def _nll(samples: Sequence[VoxelSample], mapping: ExpertMap | None = None) -> fl
 
 
 class _Experts(nn.Module):
-    """Raw parameters, and the map that they stand for; the identity at the start."""
-
-    free: Tensor
-    floor: Tensor
-    centre: Tensor
-    basis: Tensor | None
-    odir: Tensor
+    """Raw parameters and the map that they define; the identity at the start."""
 
     def __init__(self, form: ExpertForm, strengths: Strengths) -> None:
         super().__init__()
         self.form, self.strengths = form, strengths
-        identity = torch.from_numpy(form.identity).float()
-        lower, upper = form.bounds
-        basis = None if form.basis is None else torch.from_numpy(form.basis).float()
-        self.register_buffer("free", torch.from_numpy(lower < upper).float())
-        self.register_buffer("floor", torch.from_numpy(np.maximum(lower, 0.0)).float())
-        self.register_buffer("centre", identity)
-        self.register_buffer("basis", basis)
-        if form.constrained:  # softplus(raw) = identity, and _SMALL where that is zero
-            raw = torch.log(torch.expm1(identity.clamp(min=_SMALL).double())).float()
+        self.centre = torch.from_numpy(form.identity).float()
+        lower, upper = (torch.from_numpy(bound) for bound in form.bounds)
+        self.free, self.floor = (lower < upper).float(), lower.clamp(min=0).float()
+        self.basis = None if form.basis is None else torch.from_numpy(form.basis).float()
+        experts = len(self.centre)
+        penalties = [odir(form.num_classes, form.features, e, *strengths[:2]) / experts for e in range(experts)]
+        self.odir = torch.from_numpy(np.stack(penalties)).float()
+        if form.constrained:  # so that softplus(raw) is the identity
+            raw = torch.log(torch.expm1(self.centre.clamp(min=_SMALL).double())).float()
         else:
-            raw = torch.zeros(len(identity), identity[0].numel() if basis is None else basis.shape[1])
+            raw = torch.zeros(experts, self.centre[0].numel() if self.basis is None else self.basis.shape[1])
         self.raw = nn.Parameter(raw)
-        experts = range(len(identity))
-        penalties = [odir(form.num_classes, form.features, e, *strengths[:2]) / len(identity) for e in experts]
-        self.register_buffer("odir", torch.from_numpy(np.stack(penalties)).float())
 
     def theta(self) -> Tensor:
         if self.form.constrained:

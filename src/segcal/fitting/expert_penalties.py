@@ -11,7 +11,7 @@ from segcal.fitting.expert_form import ExpertForm
 from segcal.fitting.expert_problem import ExpertProblem
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.penalty import Quadratic, Strengths, odir
-from segcal.solvers import Newton, minimise
+from segcal.solvers import Newton
 from segcal.types import FloatArray
 
 # Voxels per parameter below which an expert is shrunk toward the map of all voxels.
@@ -86,9 +86,8 @@ def _pooled(form: ExpertForm, first: FirstPass) -> FloatArray:
     penalty = Quadratic(start.size)
     penalty.add(np.full(start.size, _ENOUGH * start.size / first.total**2), start.ravel())
     problem = ExpertProblem(pooled, first, [penalty])
-    policy = Newton(problem.on(first.sample.thin(_POOLED_VOXELS)))
-    solution = minimise(policy, start.ravel(), problem.lower, problem.upper, tolerance=1e-6)
-    return np.clip(np.broadcast_to(solution.value.reshape(start.shape), form.shape), *form.bounds)
+    found = problem.solve(Newton(problem.on(first.sample.thin(_POOLED_VOXELS))), start.ravel(), tolerance=1e-6)
+    return np.clip(np.broadcast_to(problem.theta(found.value), form.shape), *form.bounds)
 
 
 def _listed(names: Sequence[str]) -> str:

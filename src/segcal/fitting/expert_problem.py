@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from segcal.cases import CaseSet
-from segcal.fitting.expert_fit import RememberedSums, Rows, Sums, expert_sums, stream_curvature, stream_sums
 from segcal.fitting.expert_form import ExpertForm
+from segcal.fitting.expert_sums import RememberedSums, Rows, Sums, expert_sums, stream_sums
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.penalty import Quadratic
 from segcal.fitting.sampling import VoxelSample
-from segcal.solvers import Problem
+from segcal.solvers import Policy, Problem, Solution, minimise
 from segcal.types import FloatArray
 
 
@@ -27,7 +28,7 @@ class ExpertProblem:
     Attributes:
         streaming: Whether every evaluation of the objective reads the cases.
         blocks: The indices in ``x`` of every expert's parameters.
-        lower, upper: Bounds of ``x``.
+        bounds: Lower and upper bounds of ``x``.
     """
 
     def __init__(
@@ -40,12 +41,8 @@ class ExpertProblem:
         experts, outputs, columns = form.shape
         free = outputs * columns if self.basis is None else self.basis.shape[1]
         self.blocks = list(np.arange(experts * free).reshape(experts, free))
-        self.lower, self.upper = (bound.ravel() for bound in form.bounds)
-        if self.basis is not None:
-            self.lower, self.upper = (
-                np.full(experts * free, self.lower.min()),
-                np.full(experts * free, self.upper.max()),
-            )
+        lower, upper = form.bounds
+        self.bounds = (lower.ravel(), upper.ravel()) if self.basis is None else (lower.min(), upper.max())
 
     def theta(self, x: FloatArray) -> FloatArray:
         """``(E, K, J + 1)`` of ``x (E F,)``."""
@@ -59,9 +56,13 @@ class ExpertProblem:
             blocks = np.linalg.lstsq(self.basis, blocks.T, rcond=None)[0].T
         return np.ascontiguousarray(blocks).ravel()
 
+    def solve(self, policy: Policy[Any], x: FloatArray, **options: Any) -> Solution[FloatArray]:
+        """The minimum that a policy finds from ``x``; the options are those of ``minimise``."""
+        return minimise(policy, x, *self.bounds, blocks=self.blocks, **options)
+
     def penalty(self, theta: FloatArray) -> float:
         """The penalties of all experts."""
-        return sum(own.value(theta[e].ravel()) for e, own in enumerate(self.penalties))
+        return sum(own.value(part.ravel()) for own, part in zip(self.penalties, theta, strict=True))
 
     def on(self, sample: VoxelSample) -> Problem:
         """The objective on a sample: values by expert, gradient and Hessians."""
@@ -69,7 +70,6 @@ class ExpertProblem:
 
         def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
             sums = expert_sums(rows, self.theta(x), self.form.features, curvature=True, threads=self.threads)
-            assert sums.curvature is not None
             return *self._combine(sums, x), [self._hessian(e, own) for e, own in enumerate(sums.curvature)]
 
         return problem
@@ -83,14 +83,12 @@ class ExpertProblem:
 
     def curvature(self, x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
         """Hessians of some experts."""
-        theta, features = self.theta(x), self.form.features
+        theta, features, threads = self.theta(x), self.form.features, self.threads
         if self._cases is None:
-            rows = self._all_rows.rows
-            sums = expert_sums(rows, theta, features, curvature=True, experts=experts, threads=self.threads).curvature
+            sums = expert_sums(self._all_rows.rows, theta, features, curvature=True, experts=experts, threads=threads)
         else:
-            sums = stream_curvature(self._cases, theta, features, experts, self.threads)
-        assert sums is not None
-        return [self._hessian(e, sums[e]) for e in experts]
+            sums = stream_sums(self._cases, theta, features, experts=experts, threads=threads)
+        return [self._hessian(e, sums.curvature[e]) for e in experts]
 
     @cached_property
     def _all_rows(self) -> RememberedSums:

@@ -1,4 +1,4 @@
-"""Data to validate on where none were given: a fifth of the cases, or of the voxels of a single case."""
+"""Validation data where none were given: a fifth of the cases, or of the voxels of a single case."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from segcal.fitting.data import FitData
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.sampling import VoxelSample
 
-#: Of the cases, or of the voxels.
+#: Share of the cases, or of the voxels, that is held out.
 SHARE = 0.2
 
 
 class HeldOut(NamedTuple):
-    """Cases to train on and to validate on, None where there is but one case, and what to tell the user."""
+    """Cases to train on, cases to validate on (None where there is only one case), and notes for the user."""
 
     cases: CaseSet
     validation: CaseSet | None
@@ -26,9 +26,9 @@ class HeldOut(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A sample to train on, with what the first pass found, one to validate on, and what to tell the user.
+    """A first pass with the sample to train on, a sample to validate on, and notes for the user.
 
-    ``whole`` are those that stand for all that is fitted to, validation included where it was held out of that.
+    ``whole`` are the samples that stand for all the fit data, with the validation sample if it was taken from them.
     """
 
     first: FirstPass
@@ -44,43 +44,40 @@ class Samples(NamedTuple):
 
 
 def hold_out(data: FitData) -> HeldOut:
-    """The validation cases that were given, or a seeded fifth of the cases; both parts have voxels that count.
+    """The given validation cases, or a seeded fifth of the cases; both parts have valid voxels.
 
     Groups stay together, unless there is only one.
     """
-    if data.validation is not None:
-        return HeldOut(data.cases, data.validation, [])
     cases = data.cases
-    if len(cases) > 1:
+    if data.validation is not None or len(cases) < 2:
+        return HeldOut(cases, data.validation, [])
+    split = _split(cases, data.seed)
+    if not (_any_valid(split.calibration) and _any_valid(split.validation)):
+        cases = cases.select([name for index, name in enumerate(cases.ids) if _any_valid(cases[index : index + 1])])
+        if len(cases) < 2:
+            return HeldOut(cases if len(cases) else data.cases, None, [])
         split = _split(cases, data.seed)
-        if not (_any_counts(split.calibration) and _any_counts(split.validation)):
-            cases = cases.select(
-                [name for index, name in enumerate(cases.ids) if _any_counts(cases[index : index + 1])]
-            )
-    if len(cases) < 2:
-        return HeldOut(cases if len(cases) else data.cases, None, [])
     notes = []
     if len(set(cases.case_groups.values())) < 2:
-        notes.append("all cases are of one group, so those held out for validation belong with those trained on")
-    split = _split(cases, data.seed)
+        notes.append("all cases belong to one group, so the validation cases are of the same group as the others")
     return HeldOut(split.calibration, split.validation, notes)
 
 
 def held_out_samples(data: FitData, voxels: int, see: Callable[[CaseSet], CaseSet] = lambda cases: cases) -> Samples:
-    """Samples of up to so many voxels, of cases as ``see`` shows them."""
+    """Samples of at most ``voxels`` voxels each; ``see`` maps cases to what is sampled."""
     parts = hold_out(data)
     first = FirstPass.over(see(parts.cases), voxels, data.seed)
+    sample = first.sample
     if parts.validation is not None:
         held_out = FirstPass.over(see(parts.validation), voxels, data.seed).sample
-        whole = [first.sample] if data.validation is not None else [first.sample, held_out]
+        whole = [sample] if data.validation is not None else [sample, held_out]
         return Samples(first, held_out, whole, parts.notes)
-    sample = first.sample
     if len(sample) < 2:
-        return Samples(first, sample, [sample], ["there is one case with one voxel: validated on what was trained on"])
+        return Samples(first, sample, [sample], ["there is one case with one voxel: validated on the training data"])
     order = np.random.default_rng(data.seed).permutation(len(sample))
     count = max(1, round(SHARE * len(sample)))
     others, chosen = (sample.take(np.sort(part)) for part in (order[count:], order[:count]))
-    note = "there is one case: a fifth of its voxels were held out for validation, among those trained on"
+    note = "there is one case: a fifth of its voxels were held out for validation, in between those trained on"
     return Samples(replace(first, sample=others), chosen, [sample], [note])
 
 
@@ -90,6 +87,6 @@ def _split(cases: CaseSet, seed: int) -> Split:
     return cases.split(len(cases) - count, count, 0, seed=seed, groups=apart)
 
 
-def _any_counts(cases: CaseSet) -> bool:
+def _any_valid(cases: CaseSet) -> bool:
     """Whether a voxel of these cases is neither ignored nor masked; reads no scores."""
     return any(bool(cases[index].valid.any()) for index in range(len(cases)))

@@ -1,4 +1,4 @@
-"""What the tensors of a calibrator may hold: checked wherever a state is loaded, from a file or a state dict."""
+"""The ranges of a calibrator's tensors, checked whenever a state is loaded from a file or a state dict."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from segcal.errors import InputError
 
-#: 1 / temperature is kept within these: beyond, every softmax is uniform or one-hot to float32.
+#: Bounds of 1 / temperature: beyond them every softmax is uniform or one-hot in float32.
 LOWEST, HIGHEST = 1e-3, 1e3
-# Weights of networks are of the order of 1; with these, arithmetic stays finite for all finite logits.
+# Weights of networks are of the order of 1; up to this size, arithmetic stays finite for all finite logits.
 _LARGEST = 1e6
-# Sums of weights err by this at most.
+# The largest rounding error of a sum of weights.
 _ROUNDING = 1e-6
 
 
 class Limits(NamedTuple):
-    """Numbers from ``low`` to ``high``, for all alike or of the tensor's shape.
+    """Numbers from ``low`` to ``high``, which are scalars or have the tensor's shape.
 
-    ``rising``: none is below the one before it along the last axis. ``same_sum``: what the last axis sums to is the
-    same everywhere, and ``total`` says what it is.
+    ``rising``: values never fall along the last axis. ``same_sum``: all sums over the last axis are equal. ``total``:
+    they are equal to this.
     """
 
     low: float | Tensor = -_LARGEST
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     total: float | None = None
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raise where a tensor does not keep them.
+        """Raise where a tensor is outside.
 
         Examples:
             >>> Limits(0.0, 1.0).check("beta", torch.tensor(-1.0))
@@ -62,9 +62,9 @@ class Limits(NamedTuple):
                 raise InputError(f"'{name}' sums to {float(worst):g}", expected=f"{float(wanted):g}", fix=fix)
 
 
-#: Of 1 / temperature.
+#: Limits of 1 / temperature.
 BETA = Limits(LOWEST, HIGHEST)
-#: Of shares, probabilities, and what is either 0 or 1.
+#: Limits of shares, probabilities and flags.
 SHARE = Limits(0.0, 1.0)
-#: Of counts.
+#: Limits of counts.
 COUNT = Limits(0.0, torch.inf)

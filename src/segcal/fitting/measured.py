@@ -1,4 +1,4 @@
-"""What calibrators without an exact optimum measure of themselves: their NLL, and how well they find mistakes."""
+"""What calibrators without an exact optimum measure of themselves: NLL, and how well they find mispredictions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from segcal.types import Chunk
 
 
 class Loss(NamedTuple):
-    """Mean NLL, and the number of voxels it is the mean of."""
+    """The mean NLL, and how many voxels it is the mean of."""
 
     nll: float
     voxels: int
 
 
 def mean_loss(cases: CaseSet, calibrator: AnyCalibrator = None) -> Loss:
-    """The mean NLL of all valid voxels, in one pass; of the scores as they are where there is no calibrator.
+    """The mean NLL of all valid voxels in one pass, of the scores as they are if there is no calibrator.
 
-    Raises where scores or labels are unfit.
+    Raises where scores or labels are invalid.
     """
     statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
     for case in cases:
@@ -44,12 +44,11 @@ def mean_loss(cases: CaseSet, calibrator: AnyCalibrator = None) -> Loss:
     count = statistics.count()
     if not count:
         raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
-    nll = float(statistics.total().losses.sum(0)[0]) / count
-    return Loss(nll, count)
+    return Loss(float(statistics.total().losses.sum(0)[0]) / count, count)
 
 
 def compared(nll: float, other: float) -> str:
-    """An NLL beside another one, however near they are.
+    """An NLL compared with another one, however close they are.
 
     Examples:
         >>> compared(0.43603612, 0.43603604), compared(0.2, 0.3), compared(0.5, 0.5)
@@ -61,10 +60,10 @@ def compared(nll: float, other: float) -> str:
 
 
 class Detection(NamedTuple):
-    """How well mispredictions are told from correct predictions; NaN where there is nothing to tell.
+    """How well mispredictions are told from correct predictions; NaN where there are no voxels to divide by.
 
-    ``recall``: share of the mispredictions that are found, which Wang et al. call the accuracy on mispredictions;
-    ``precision``: share of mispredictions in what is found; ``accuracy``: share of all voxels that are told rightly.
+    ``recall``: share of the mispredictions that are flagged, which Wang et al. call the accuracy on mispredictions;
+    ``precision``: share of mispredictions among the flagged; ``accuracy``: share of all voxels that are told correctly.
 
     Examples:
         >>> Detection.of(torch.tensor([[80.0, 10.0], [2.0, 8.0]]))
@@ -77,18 +76,18 @@ class Detection(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor) -> Detection:
-        """From ``counts (2, 2)`` of voxels: rows correct and wrong, columns taken for correct and for wrong."""
+        """From ``counts (2, 2)`` of voxels: rows correct and wrong, columns not flagged and flagged."""
         (kept, false), (missed, found) = counts.tolist()
         told = kept + found
         return cls(_ratio(found, found + missed), _ratio(found, found + false), _ratio(told, told + false + missed))
 
     def __str__(self) -> str:
-        told = {"recall": self.recall, "precision": self.precision, "accuracy": self.accuracy}
-        return "mispredictions: " + ", ".join(f"{name} {share:.3f}" for name, share in told.items() if share == share)
+        known = [f"{name} {share:.3f}" for name, share in self._asdict().items() if share == share]
+        return "mispredictions: " + ", ".join(known)
 
 
 def detection_counts(wrong: Tensor, flagged: Tensor, weights: NDArray[np.float64]) -> Tensor:
-    """What ``Detection.of`` takes, from bool ``wrong`` and ``flagged (n,)`` and how many each voxel stands for."""
+    """The ``counts`` of ``Detection.of``, from bool ``wrong`` and ``flagged (n,)`` and the voxels' weights."""
     index = (2 * wrong.long() + flagged.long()).numpy()
     return torch.from_numpy(np.bincount(index, weights, 4).reshape(2, 2))
 

@@ -1,4 +1,4 @@
-"""Quadratic penalties of expert maps: ODIR, shrinkage toward a parent, and what fixes directions no voxel sees."""
+"""Quadratic penalties of expert maps, and the ODIR penalty."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Quadratic:
 def odir(num_classes: int, features: Features, winner: int, off_diagonal: float, bias: float) -> FloatArray:
     """Q of ``off_diagonal * mean of W_ij^2, i != j, + bias * mean of b_i^2`` (Kull et al., NeurIPS 2019), centred at 0.
 
-    W and b are those of the equivalent matrix scaling: of the logits in class order, for gaps in rank order. The
-    identity has no off-diagonal and no bias, so it is a centre of the penalty.
+    W and b are those of the equivalent matrix scaling of the logits, in class order or, for gaps, in rank order. The
+    identity has neither off-diagonal entries nor biases, so it can be the centre of the penalty.
     """
     if features == "own-logit":  # there is nothing off the diagonal
         return np.diag(np.tile([0.0, 2 * bias / num_classes], num_classes))
@@ -62,9 +62,9 @@ def odir(num_classes: int, features: Features, winner: int, off_diagonal: float,
 
 
 def _equivalent(num_classes: int, features: Features, winner: int) -> tuple[FloatArray, FloatArray]:
-    """The matrices that take theta to the equivalent W ``(C C, P)`` and b ``(C, P)``, but for constants.
+    """The matrices that map theta to the equivalent W ``(C C, P)`` and b ``(C, P)``, up to constants.
 
-    The scores count up to a constant per voxel, which is chosen such that the identity has W = I.
+    Scores matter up to a constant per voxel, which is chosen so that the identity has W = I.
     """
     outputs = num_classes - (features == "gaps")
     size = outputs * (outputs + 1)

@@ -1,12 +1,13 @@
 """A stratified random sample of voxels, drawn in one pass, in constant memory.
 
-Most voxels of a segmentation are easy: right, and sure of it. A uniform sample spends itself on them, and on the large
-classes. Here voxels are divided by predicted class, correctness and confidence. Classes share the sample equally, and
-the strata of a class in proportion to size times typical gradient (Neyman's allocation): ``1 - confidence`` where the
-prediction is right, 1 where it is wrong. Each voxel drawn stands for ``size of stratum / number drawn`` voxels.
+Most voxels of a segmentation are easy: the prediction is right and confident. A uniform sample would consist mostly of
+them, and of the large classes. Here voxels are divided into strata by predicted class, correctness and confidence.
+Classes share the sample equally, and the strata of a class in proportion to size times typical gradient (Neyman's
+allocation): ``1 - confidence`` where the prediction is right, 1 where it is wrong. Each voxel drawn stands for
+``size of stratum / number drawn`` voxels.
 
-A voxel's random number is a hash of its place in the data, and a stratum keeps the voxels with the lowest: chunks do
-not matter, and a smaller sample is part of the larger.
+A voxel's random key is a hash of its position in the data, and a stratum keeps the voxels with the lowest keys. So the
+sample does not depend on how the data are cut into chunks, and a smaller sample is part of the larger.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch import Tensor
 from segcal.errors import InputError
 from segcal.kernels.survey import survey
 
-#: Confidences that divide the strata,
+#: Confidences that separate the strata.
 CONFIDENCES = (0.6, 0.9, 0.99, 0.999)
-#: the typical gradient of wrong and right voxels in each,
+# The typical gradient of wrong and of right voxels in each stratum.
 _GRADIENTS = np.array([[1.0, 1.0, 1.0, 1.0, 1.0], [0.5, 0.25, 0.05, 0.005, 0.0005]])
-#: and the part of a class's share that all its strata divide equally, so that none goes unseen.
+# The part of a class's share that its strata divide equally, so that none goes unseen.
 _EQUALLY = 0.2
-# What is held while data go by, in sample sizes: the shares of strata change, so more than is wanted in the end.
+# While data go by, up to _MOST sample sizes are held, then thinned to _SPARE: the shares of strata still change.
 _SPARE, _MOST = 1.25, 2
 
 
@@ -35,8 +36,8 @@ _SPARE, _MOST = 1.25, 2
 class VoxelSample:
     """Voxels drawn: ``logits (n, C)``, ``labels (n,)`` int64, and how many each stands for, ``weights (n,)`` float64.
 
-    ``strata`` are indices into ``sizes``, the number of voxels of every stratum in the data, and ``keys`` the random
-    numbers by which ``thin`` chooses.
+    ``strata`` are indices into ``sizes``, the number of voxels of every stratum in the data; ``keys`` are the random
+    keys by which ``thin`` chooses.
     """
 
     logits: Tensor
@@ -55,7 +56,7 @@ class VoxelSample:
 
     @property
     def complete(self) -> bool:
-        """Whether this is everything, not a part."""
+        """Whether the sample has all voxels of the data."""
         return len(self) == self.total
 
     @property
@@ -65,7 +66,7 @@ class VoxelSample:
         return (self.sizes / np.maximum(drawn, 1))[self.strata]
 
     def thin(self, voxels: int) -> VoxelSample:
-        """The part of at most so many voxels with the lowest keys, shared equally by the strata."""
+        """At most so many of these voxels: those with the lowest keys of every stratum."""
         return self if len(self) <= voxels else self.take(_lowest(self.strata, self.keys, self.sizes, voxels))
 
     def take(self, chosen: NDArray[np.int64]) -> VoxelSample:
@@ -79,7 +80,7 @@ class VoxelSample:
         )
 
     def standard_error(self, values: NDArray[np.float64]) -> float:
-        """That of the mean over the data of what has these ``values (n,)`` in the sample."""
+        """The standard error of the mean over the data, estimated from ``values (n,)`` of the sample."""
         strata = len(self.sizes)
         drawn = np.bincount(self.strata, minlength=strata)
         mean = np.bincount(self.strata, values, strata) / np.maximum(drawn, 1)
@@ -89,14 +90,14 @@ class VoxelSample:
         return float(np.sqrt(variance.sum()))
 
     def note(self, values: NDArray[np.float64]) -> str:
-        """What to tell the user of a mean NLL with these ``values (n,)`` that rests on this part of the data."""
+        """A note for the user on a mean NLL estimated from these ``values (n,)``."""
         error = self.standard_error(values)
         leaves = f", which leaves a standard error of {error:.1e} in the mean NLL" if error else ""
         return f"a stratified sample of {len(self):,} of {self.total:,} voxels{leaves}; voxels='all' is exact"
 
 
 class VoxelSampler:
-    """Draws a sample of at most ``voxels`` from the chunks that it is shown, all valid voxels of a class 0..C - 1.
+    """Draws a sample of at most ``voxels`` from chunks of data, one after the other.
 
     Examples:
         >>> sampler = VoxelSampler(num_classes=3, voxels=100)
@@ -116,11 +117,11 @@ class VoxelSampler:
         self._held = self._seen = 0
 
     def add(self, logits: Tensor, labels: Tensor, valid: Tensor) -> None:
-        """Show it ``logits (N, C, *spatial)``, ``labels`` and ``valid (N, *spatial)``; raises where one is unfit."""
+        """Draw from ``logits (N, C, *spatial)`` and ``labels`` where ``valid``; raises where a voxel is invalid."""
         self.draw(logits, labels, survey(logits, labels, CONFIDENCES, mask=valid).strata)
 
     def draw(self, logits: Tensor, labels: Tensor, strata: NDArray[np.int64]) -> None:
-        """Show it voxels whose strata are known; see ``segcal.kernels.survey``."""
+        """Draw from voxels whose strata are known; see ``segcal.kernels.survey``."""
         logits, flat_labels = logits.detach(), labels.reshape(-1)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
         kept, keys = _choose(strata, first, self._highest, self._sizes)
@@ -139,34 +140,27 @@ class VoxelSampler:
         strata, keys = (np.concatenate([getattr(part, name) for part in self._parts]) for name in ("strata", "keys"))
         if len(strata) > voxels:
             chosen, first = _lowest(strata, keys, self._sizes, voxels), 0
-            for n, part in enumerate(self._parts):  # one after the other: everything is never held twice
+            for n, part in enumerate(self._parts):  # one after the other, so that all logits are never held twice
                 here = slice(*np.searchsorted(chosen, (first, first + len(part))))
                 self._parts[n], first = part.take(chosen[here] - first), first + len(part)
-        thinned = VoxelSample(
-            torch.cat([part.logits for part in self._parts]),
-            torch.cat([part.labels for part in self._parts]),
-            np.concatenate([part.strata for part in self._parts]),
-            np.concatenate([part.keys for part in self._parts]),
-            self._sizes,
-        )
-        if len(thinned) < len(strata):
-            counts = (np.bincount(some, minlength=len(self._sizes)) for some in (thinned.strata, strata))
-            full = np.less(*counts)
+            before, strata, keys = strata, strata[chosen], keys[chosen]
+            cut = np.less(*(np.bincount(some, minlength=len(self._sizes)) for some in (strata, before)))
             highest = np.zeros_like(self._highest)
-            np.maximum.at(highest, thinned.strata, thinned.keys)
-            self._highest = np.where(full, np.minimum(highest, self._highest), self._highest)
-        self._parts, self._held = [thinned], len(thinned)
-        return thinned
+            np.maximum.at(highest, strata, keys)
+            self._highest = np.where(cut, np.minimum(highest, self._highest), self._highest)
+        logits, labels = (torch.cat([getattr(part, name) for part in self._parts]) for name in ("logits", "labels"))
+        self._parts, self._held = [VoxelSample(logits, labels, strata, keys, self._sizes)], len(strata)
+        return self._parts[0]
 
     def sample(self) -> VoxelSample:
-        """What was drawn from all that was shown."""
+        """The sample of all data so far."""
         if not self._sizes.sum():
             raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
         return replace(self._thin(self.voxels), sizes=self._sizes.copy())
 
 
 def _rows(values: Tensor, *places: NDArray[np.int64]) -> Tensor:
-    """The values at these places, on the CPU; by numpy where it can, for torch's threads may wait for one another."""
+    """The values at these places, on the CPU; by numpy where possible, as torch's threads may wait for one another."""
     if values.device.type == "cpu" and values.dtype != torch.bfloat16:
         return torch.from_numpy(values.numpy()[places])
     return values[tuple(torch.from_numpy(own).to(values.device) for own in places)].cpu()
@@ -178,7 +172,7 @@ def _choose(
     highest: NDArray[np.uint64],
     sizes: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Indices and keys of the voxels whose key is low enough; ``sizes`` grows by all that have a stratum."""
+    """Indices and keys of the voxels with low enough keys; all voxels with a stratum are added to ``sizes``."""
     try:
         from segcal.kernels.choose_loops import choose
     except ImportError:  # no numba
@@ -205,7 +199,7 @@ def _lowest(
 ) -> NDArray[np.int64]:
     """Indices of ``voxels`` voxels, those with the lowest keys of every stratum, in their order."""
     held = np.bincount(strata, minlength=len(sizes))
-    # A stratum without a voxel would be missing from all sums, and one with a single voxel from their standard errors.
+    # Two voxels of every stratum if possible: sums need one, their standard errors two.
     least = next(own for few in (2, 1, 0) if (own := np.minimum(held, few)).sum() <= voxels)
     quota = least + _fill(held - least, _shares(sizes), voxels - int(least.sum()))
     by_stratum = np.argsort(strata.astype(np.min_scalar_type(len(sizes))), kind="stable")  # fast for small types
@@ -216,7 +210,7 @@ def _lowest(
 
 
 def _shares(sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The part of the sample that each stratum is to have; those of a class that is never predicted are zero."""
+    """The share of the sample that each stratum gets; zero for a class that is never predicted."""
     by_class = sizes.reshape(-1, *_GRADIENTS.shape)
     wanted, present = by_class * _GRADIENTS, by_class > 0
     axes = (1, 2)
@@ -226,7 +220,7 @@ def _shares(sizes: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _fill(held: NDArray[np.int64], shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """How many each stratum gives so that together they give ``total``: in these shares, none more than it holds."""
+    """How many voxels each stratum gives to reach ``total``: in these shares, and none more than it holds."""
     quota, open_ = np.zeros(len(held)), held > 0
     left = min(total, int(held.sum())) * 1.0
     while open_.any():
@@ -238,7 +232,7 @@ def _fill(held: NDArray[np.int64], shares: NDArray[np.float64], total: int) -> N
         quota[full] = held[full]
         left -= held[full].sum()
         open_ &= ~full
-    # Whole numbers: round down, and give what is left to those that lost most.
+    # Whole numbers: round down, and give the remainder to those that lost most.
     whole = np.floor(quota + 1e-9).astype(np.int64)
     missing = min(total, int(held.sum())) - int(whole.sum())
     whole[np.argsort(whole - quota, kind="stable")[: max(missing, 0)]] += 1

@@ -1,14 +1,23 @@
 """The loop that runs every step policy: evaluate, judge, aim again, until no block has anything left to gain.
 
-A sum of independent functions of different variables is minimised in blocks: they share their evaluations, but each
-has its own step and rests when it is done, so that one hard block slows no other. Policies see one block at a time;
-everything that concerns all of them is here.
+A sum of independent functions of different variables is minimised in blocks. They share their evaluations, but each has
+its own step and rests when it is done, so that one hard block does not slow the others. Policies see one block at a
+time; everything that concerns all blocks is here.
 
-| policy | its step needs | taken when |
-|---|---|---|
-| ``Newton`` | value, gradient and Hessian from every evaluation | all data are at hand, or the variables are few |
-| ``SampledNewton`` | the Hessian of a sample, the gradient of everything | a pass over everything is dear |
-| ``DampedNewton`` | the Hessian of everything, only where a block moved | Newton's own steps overshoot |
+The fits of ``segcal.fitting.expert_exact`` choose among the policies; it says how each threshold was measured.
+
+==================  ==================================  ==========================================================
+policy              a step needs                        taken when
+==================  ==================================  ==========================================================
+``Newton``          value, gradient and Hessian         the data are in memory, and at most 3 times as many as the
+                                                        curvature needs (at 4 times ``SampledNewton`` takes about
+                                                        half the time)
+``SampledNewton``   the Hessian of a sample, value and  there are more data, or they are streamed (2 passes over
+                    gradient of all data                all data with 15 voxels per parameter in the sample, 5 to
+                                                        8 passes with 5)
+``DampedNewton``    value and gradient, and the         the curvature of a sample misleads, as for free experts,
+                    Hessian of the blocks that moved    or ``SampledNewton`` did not converge in 12 passes
+==================  ==================================  ==========================================================
 """
 
 from __future__ import annotations
@@ -150,12 +159,12 @@ def minimise(
         start: Where to begin; moved into the box.
         lower: Lower bounds: None, a number, or one per component.
         upper: Upper bounds, likewise.
-        blocks: The variables of every independent function, which divide ``range(n)`` among them; None is one block.
-            The function then has a value for each block, and they add up to f.
+        blocks: The variables of every independent function, a partition of ``range(n)``; None is one block. The policy
+            then evaluates one value for each block, and f is their sum.
         gain: Converged when the policy expects to lower f by no more than this.
         tolerance: Converged also when the certificate of ``segcal.solvers.Solution`` is at most this in every block.
-        max_steps: Steps to take at most, by every block.
-        max_evaluations: Evaluations of f at most.
+        max_steps: The most steps that a block may take.
+        max_evaluations: The most evaluations of f.
     """
     x = np.array(start, np.float64)
     if x.ndim != 1 or not np.isfinite(x).all():
@@ -199,7 +208,7 @@ def minimise(
         message += "; the function is flat or falls forever along some direction"
     if not converged:
         ran_out = any(part.unfinished for part in parts)
-        reason = "when the iterations ran out" if ran_out else "below which all is rounding (or derivatives are wrong)"
+        reason = "when the iterations ran out" if ran_out else "the rest is rounding (or derivatives are wrong)"
         message = f"not converged: projected gradient {certificate:.1e}, {reason}"
     return Solution(
         value=x,

@@ -1,4 +1,4 @@
-"""Newton's method in one dimension, kept between two ends that close in on the minimum."""
+"""Newton's method in one dimension, within a bracket that closes in on the minimum."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import numpy as np
 from segcal.errors import InputError
 from segcal.solvers.solution import Solution, refuse_start
 
-# Shares of 1 + |x|. Newton steps longer than the first at a stationary point: the function is flat there.
-_FLAT, _CLOSE = 1e-3, 1e-6
-# Newton steps on an exponential tail leave 1/e of the derivative each time; near a minimum they leave far less.
+# A Newton step longer than this share of 1 + |x| at a stationary point means that the function is flat there.
+_FLAT = 1e-3
+# Newton steps shorter than this share of 1 + |x| are close to the minimum: only rounding can make them fail.
+_CLOSE = 1e-6
+# A step that leaves more than this share of the derivative is slow. On an exponential tail Newton steps leave 1/e each
+# time; near a minimum they leave far less.
 _SLOW = 0.25
+# Close steps in a row that are slow, after which the rest is rounding.
 _MAX_STALLS = 2
 
 
@@ -49,17 +53,17 @@ def newton_1d(
 
     The derivative of a convex function never falls, so its sign at every evaluated point moves one end of the bracket.
     A Newton step that leaves the bracket, or that follows one which left more than a quarter of ``|f'|``, is replaced
-    by bisection (Press et al., Numerical Recipes, section 9.4), or doubled as long as no end is known downhill. Where
-    two bisections in a row go toward the same bound, or f is flat within the tolerance but still falling, the bound
-    itself is tried: a minimum at infinity ends there and is reported as an active bound. Values that are not finite lie
-    beyond the minimum.
+    by bisection (Press et al., Numerical Recipes, section 9.4), or doubled while no end downhill has been evaluated. If
+    two bisections in a row go toward the same bound, or f is stationary within the tolerance but still falling, the
+    bound itself is tried: a minimum at infinity ends there and is reported as an active bound. Points where f is not
+    finite count as beyond the minimum.
 
     Args:
         function: ``x -> (f, f', f'')``; each call is one evaluation.
         start: Where to begin; moved into the bounds.
         bounds: The interval; both ends are finite.
         tolerance: Converged when ``|f'|`` is at most this, a bound is the minimum, or the value is right to the last
-            bit. Where f is not accurate enough to get there, the point with the least ``|f'|`` is returned.
+            bit. If f is not accurate enough for that, the point with the lowest ``|f'|`` is returned.
         max_iterations: Evaluations after the first.
 
     Examples:
@@ -119,7 +123,7 @@ def newton_1d(
             return solution(here, f"converged: derivative {here.slope:.1e}, the value is right to the last bit")
         stepping = not stationary and ends[0] < newton < ends[1] and not (slow and known[ahead])
         if stalls and (stalls == _MAX_STALLS or not stepping):
-            return solution(flattest, f"not converged: derivative {flattest.slope:.1e}, below which all is rounding")
+            return solution(flattest, f"not converged: derivative {flattest.slope:.1e}, the rest is rounding")
         if stepping:
             trial, leaps = newton, 0
         elif not known[ahead] and (stationary or leaps or middle in ends):
@@ -130,7 +134,6 @@ def newton_1d(
         if not there.finite or (stationary and there.slope * here.slope < 0):
             ends[ahead], known[ahead], slow = trial, True, False
             continue
-        # Newton steps this short do not go wrong. Where they do, the derivative is not accurate enough for more.
         close = not there.moves(_CLOSE)
         stalls = stalls + 1 if close and abs(there.slope) > _SLOW * abs(flattest.slope) else 0
         slow = stepping and not close and abs(there.slope) > _SLOW * abs(here.slope)

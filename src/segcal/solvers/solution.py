@@ -68,8 +68,8 @@ class Box:
     Examples:
         >>> box = Box(0.0, None, 3)
         >>> x, gradient = np.array([0.0, 0.0, 2.0]), np.array([1.0, -1.0, 0.5])
-        >>> box.descent(x, gradient)
-        array([ 0. ,  1. , -0.5])
+        >>> box.certificate(x, gradient)
+        1.0
         >>> box.active(x)
         array([-1, -1,  0], dtype=int8)
     """
@@ -90,13 +90,9 @@ class Box:
         """The point of the box nearest to x."""
         return np.clip(x, self.lower, self.upper)
 
-    def descent(self, x: FloatArray, gradient: FloatArray) -> FloatArray:
-        """``clip(x - g, l, u) - x``, without the cancellation."""
-        return np.clip(-gradient, self.lower - x, self.upper - x)
-
     def certificate(self, x: FloatArray, gradient: FloatArray) -> float:
-        """The infinity norm of ``descent``."""
-        return float(np.abs(self.descent(x, gradient)).max(initial=0.0))
+        """The infinity norm of ``clip(x - g, l, u) - x``, computed without cancellation."""
+        return float(np.abs(np.clip(-gradient, self.lower - x, self.upper - x)).max(initial=0.0))
 
     def active(self, x: FloatArray) -> NDArray[np.int8]:
         """-1 where x is at the lower bound, 1 at the upper, 0 in between and where the bounds are equal."""

@@ -68,11 +68,11 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """NLL ``(E,)``, gradient ``(E, K, J + 1)`` and, on request, curvature ``(E, P, P)`` of each expert's voxels."""
+    """Sums over each expert's voxels: NLL ``(E,)``, gradient ``(E, K, J + 1)``, curvature ``(E, P, P)`` or empty."""
 
     nll: FloatArray
     gradient: FloatArray
-    curvature: FloatArray | None
+    curvature: FloatArray = np.zeros(0)
 
 
 def expert_sums(
@@ -96,44 +96,39 @@ def expert_sums(
     nll, gradient, products = (np.sum(numbers, 0) for numbers in zip(*parts, strict=True))
     if curvature and features != "own-logit":
         products = np.stack([_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])
-    return Sums(nll, gradient, products if curvature else None)
+    return Sums(nll, gradient, products)
 
 
-def stream_sums(cases: CaseSet, theta: FloatArray, features: Features, *, fast: bool) -> Sums:
-    """NLL and gradient over every voxel of the cases; the fast loops cannot handle impossible classes."""
-    mapping = expert_map(theta, features)
-    nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
+def stream_sums(
+    cases: CaseSet,
+    theta: FloatArray,
+    features: Features,
+    *,
+    fast: bool = False,
+    experts: Sequence[int] | None = None,
+    threads: int = 1,
+) -> Sums:
+    """NLL and gradient over all voxels of the cases; given ``experts``, over theirs only, and with curvature.
+
+    ``fast`` allows the compiled loops, which have no curvature and cannot handle impossible classes.
+    """
+    size = theta[0].size
+    total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
     for case in cases:
         for chunk in case.chunks():
-            valid = chunk.valid
             if fast and fast_maps(chunk.logits) is not None:
                 from segcal.kernels.expert_cpu import expert_gradient
 
-                own_nll, own_gradient = expert_gradient(chunk.logits, chunk.labels, valid, mapping)
+                sums = Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
             else:
-                z = chunk.logits.movedim(1, -1)[valid].cpu()
-                rows = Rows.of(z, chunk.labels[valid].cpu(), np.ones(len(z)), features, len(theta))
-                own_nll, own_gradient, _ = expert_sums(rows, theta, features)
-            nll += own_nll
-            gradient += own_gradient
-        del case
-    return Sums(nll, gradient, None)
-
-
-def stream_curvature(
-    cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int], threads: int
-) -> FloatArray:
-    """The curvature ``(E, P, P)`` of some experts, over every voxel of theirs."""
-    total = np.zeros((len(theta), theta[0].size, theta[0].size))
-    wanted = torch.tensor(experts)
-    for case in cases:
-        for chunk in case.chunks():
-            chosen = chunk.valid.cpu()
-            if len(theta) > 1:
-                chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), wanted)
-            z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
-            rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
-            total += expert_sums(rows, theta, features, curvature=True, experts=experts, threads=threads).curvature
+                chosen = chunk.valid.cpu()
+                if experts and len(theta) > 1:
+                    chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))
+                z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
+                rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
+                sums = expert_sums(rows, theta, features, curvature=bool(experts), experts=experts, threads=threads)
+            for whole, own in zip(total, sums, strict=True):
+                whole += own
         del case
     return total
 
@@ -159,7 +154,7 @@ class RememberedSums:
                 last = list(self._known[e].items())[-1:]
                 self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
         nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
-        return Sums(np.array(nll), np.stack(gradient), None)
+        return Sums(np.array(nll), np.stack(gradient))
 
 
 def _matrix_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool, *, features: Features) -> _Part:
