@@ -124,13 +124,16 @@ def fill_range(x, start, stop, labels, edges, group, groups, b, out, sums):
     ``edges`` are the bins' in log p, with infinities at both ends. Returns the first unfit voxel, counted from
     ``start``, or -1.
     """
+    values, ignored, mask = labels
     classes, step, rows = x.shape[0], len(b.best), out.counts.shape[0]
     for offset in range(0, stop - start, step):
         size, here = min(step, stop - start - offset), start + offset
         argmax(x, here, size, b.best, b.winner)
         _softmax_terms(x, here, size, b.best, b.winner, b.terms, b.others)
         for v in range(size):
-            label, _ = checked_label(labels, offset + v, x, here + v, b.best[v], b.others[v])
+            label = values[offset + v]
+            counts = label != ignored and (mask.size == 0 or mask[offset + v])
+            label, _ = checked_label(label, counts, x, here + v, b.best[v], b.others[v])
             if label == UNFIT:
                 return offset + v
             b.target[v] = np.int32(label)

@@ -83,14 +83,12 @@ def log_sums(size, best, rest, log_sum):
 
 
 @inlined
-def checked_label(labels, at, x, column, best, rest):
-    """The label of voxel ``at``, ``UNCOUNTED`` or ``UNFIT``, and how far its score is below the best.
+def checked_label(label, counts, x, column, best, rest):
+    """The label of a voxel, ``UNCOUNTED`` or ``UNFIT``, and how far the score of its label is below the best.
 
-    ``labels`` is a ``pieces_cpu.Labels``; ``column`` is the voxel's in ``x``. A voxel is unfit if its label is no
-    class or an impossible one, or if its scores have no softmax.
+    ``column`` is the voxel's in ``x``. A voxel that counts is unfit if its label is no class or an impossible one, or
+    if its scores have no softmax.
     """
-    label = labels.values[at]
-    counts = label != labels.ignored and (labels.mask.size == 0 or labels.mask[at])
     known = 0 <= label < x.shape[0]
     gap = best - x[label if known else 0, column]
     fit = known and gap <= DEEP and rest >= 0 and math.isfinite(best)

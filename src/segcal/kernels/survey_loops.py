@@ -29,6 +29,7 @@ def survey_range(x, start, stop, labels, edges, b, strata, true, sums):
     The sums are the NLL and the number of voxels with impossible classes. ``labels`` and ``strata`` begin at ``start``.
     Returns the first unfit voxel, counted from there, or -1.
     """
+    values, ignored, mask = labels
     block, levels = b.best.shape[0], edges.shape[0] + 1
     for first in range(start, stop, block):
         size, offset = min(block, stop - first), first - start
@@ -42,7 +43,9 @@ def survey_range(x, start, stop, labels, edges, b, strata, true, sums):
             for v in range(size):
                 level[v] += ONE / (ONE + b.rest[v]) > edge
         for v in range(size):
-            label, gap = checked_label(labels, offset + v, x, first + v, b.best[v], b.rest[v])
+            label = values[offset + v]
+            counts = label != ignored and (mask.size == 0 or mask[offset + v])
+            label, gap = checked_label(label, counts, x, first + v, b.best[v], b.rest[v])
             if label == UNFIT:
                 return offset + v
             if label == UNCOUNTED:

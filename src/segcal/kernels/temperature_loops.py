@@ -23,7 +23,7 @@ class Block(NamedTuple):
     mean: Any = FLOAT  # of e d
     square: Any = FLOAT  # and of e d^2
     own: Any = FLOAT  # d of the label
-    counts: Any = FLOAT  # 1 where the voxel counts, else 0
+    factors: Any = FLOAT  # 1 where the voxel counts, else 0
 
 
 @elementwise
@@ -47,11 +47,11 @@ def _add_classes(x, start, size, best, winner, beta, rest, mean, square):
 
 
 @reduction
-def _add_voxels(size, counts, own, rest, mean, square, sums):
-    """Add the voxels that count. ``counts`` is a factor, not a branch, so that vector instructions can be used."""
+def _add_voxels(size, factors, own, rest, mean, square, sums):
+    """Add the voxels that count, by a factor instead of a branch, so that vector instructions can be used."""
     number, nll, slope, curvature = 0.0, 0.0, 0.0, 0.0
     for v in range(size):
-        others, factor, label = np.float64(rest[v]), np.float64(counts[v]), np.float64(own[v])
+        others, factor, label = np.float64(rest[v]), np.float64(factors[v]), np.float64(own[v])
         p = 1.0 / (1.0 + others)
         average = np.float64(mean[v]) * p
         first = average - label
@@ -71,21 +71,24 @@ def temperature_range(x, start, stop, labels, beta, b, sums):
 
     Returns the first unfit voxel, counted from ``start``, or -1.
     """
-    best, rest, mean, square, own, counts = b.best, b.rest, b.mean, b.square, b.own, b.counts
+    values, ignored, mask = labels
+    best, winner, rest, mean, square, own, factors = b
     step = len(best)
     for offset in range(0, stop - start, step):
         size, here = min(step, stop - start - offset), start + offset
-        argmax(x, here, size, best, b.winner)
-        _add_classes(x, here, size, best, b.winner, beta, rest, mean, square)
+        argmax(x, here, size, best, winner)
+        _add_classes(x, here, size, best, winner, beta, rest, mean, square)
         for v in range(size):
-            label, gap = checked_label(labels, offset + v, x, here + v, best[v], rest[v])
+            label = values[offset + v]
+            counts = label != ignored and (mask.size == 0 or mask[offset + v])
+            label, gap = checked_label(label, counts, x, here + v, best[v], rest[v])
             if label == UNFIT:
                 return offset + v
             valid = label >= 0
-            counts[v] = np.float32(valid)
+            factors[v] = np.float32(valid)
             own[v] = -gap * beta if valid else ZERO
             rest[v] = rest[v] if valid else ZERO  # NaN times zero would be NaN
             mean[v] = mean[v] if valid else ZERO
             square[v] = square[v] if valid else ZERO
-        _add_voxels(size, counts, own, rest, mean, square, sums)
+        _add_voxels(size, factors, own, rest, mean, square, sums)
     return -1
