@@ -155,6 +155,19 @@ def keep_argmax(scores: Tensor, winner: Tensor) -> Tensor:
     return torch.minimum(scores, best + step).scatter(1, winner, best)
 
 
+def keep_order(scores: Tensor, logits: Tensor) -> Tensor:
+    """Scores whose falling order is that of the logits, both ``(N, C, *spatial)``.
+
+    For maps that keep the order but for rounding: a score above that of a class with a larger logit is lowered to it.
+
+    Examples:
+        >>> keep_order(torch.tensor([[-1.0, -3.0, -2.9]]), torch.tensor([[5.0, 2.0, 1.0]]))
+        tensor([[-1., -3., -3.]])
+    """
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    return torch.zeros_like(scores).scatter(1, order, scores.gather(1, order).cummin(1).values)
+
+
 def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits in a smaller type with the argmax of every voxel unchanged.
 

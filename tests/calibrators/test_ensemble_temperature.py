@@ -9,6 +9,7 @@ import torch
 from reference.calibrators import drawn, ets, least, nll
 from segcal.calibrators import EnsembleTemperatureScaling, TemperatureScaling, ensemble_temperature
 from segcal.errors import InputError
+from segcal.scores import keep_order
 from segcal.synthetic import ConfidentlyWrong, Temperature, scenes, true_calibration_error
 
 
@@ -66,20 +67,36 @@ def test_it_starts_as_the_identity():
 
 
 @pytest.mark.parametrize("weights", [(0.6, 0.3, 0.1), (0.01, 0.0, 0.99), (0.5, 0.5, 0.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_any_mixture_keeps_argmax_and_order_bit_for_bit(weights, dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(30, 20), (300, 200)], ids=["torch", "numba"])
+@pytest.mark.parametrize("beta", [0.3, 0.9, 3.0])
+def test_any_mixture_keeps_argmax_and_order_bit_for_bit(weights, dtype, size, beta):
     calibrator = EnsembleTemperatureScaling()
     calibrator.num_classes = 5
     calibrator.weights.copy_(torch.tensor(weights))
-    calibrator.beta.fill_(0.3)
+    calibrator.beta.fill_(beta)
     random = torch.Generator().manual_seed(0)
-    z = (4 * torch.randn(1, 5, 300, 200, generator=random)).to(dtype)
+    z = (4 * torch.randn(1, 5, *size, generator=random)).to(dtype)
     near = torch.nextafter(z, torch.full_like(z, -torch.inf)).roll(1, 1)  # one ulp below the class before
     z = torch.where(torch.rand(z.shape, generator=random) < 0.4, near, z)
     log_probs = calibrator(z)
     assert torch.equal(log_probs.argmax(1), z.argmax(1))
     order = z.sort(dim=1, descending=True, stable=True).indices
     assert (log_probs.gather(1, order).diff(dim=1) <= 0).all()
+
+
+def test_an_order_broken_by_rounding_is_restored():
+    kernel = pytest.importorskip("segcal.kernels.order_cpu").keep_order
+    random = torch.Generator().manual_seed(0)
+    for shape in ((3, 5, 40, 30), (7, 19), (1, 6, 11)):
+        z = torch.randn(shape, generator=random).round(decimals=1)
+        scores = z + 0.3 * torch.randn(shape, generator=random)
+        order = z.sort(dim=1, descending=True, stable=True).indices
+        expected = torch.zeros_like(z).scatter(1, order, scores.gather(1, order).cummin(1).values)
+        assert torch.equal(keep_order(scores, z), expected)
+        found, winner = kernel(scores, z)
+        assert torch.equal(found, expected)
+        assert torch.equal(winner, z.argmax(1))
 
 
 # A share of the voxels is wrong and sure of it: the uniform part has work to do.

@@ -22,7 +22,7 @@ from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, Limits
 from segcal.kernels import AffineMap, fast_maps
 from segcal.parallel.threads import blas_threads
-from segcal.scores import keep_argmax, only_possible, some_impossible
+from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
 from segcal.solvers import Newton, minimise
 
 __all__ = ["EnsembleTemperatureScaling"]
@@ -75,19 +75,22 @@ class EnsembleTemperatureScaling(Calibrator):
         parts = _log_parts(logits, self.beta.to(logits))
         weights = self.weights.to(logits).log()
         scores = torch.stack([part + weight for part, weight in zip(parts, weights, strict=True)]).logsumexp(0)
-        return torch.where(torch.isneginf(logits), -torch.inf, scores)
+        return keep_order(torch.where(torch.isneginf(logits), -torch.inf, scores), logits)
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
+    def _fast(self, kernels: Any, logits: Tensor) -> Any:
         scaled, plain, uniform = self.weights.log().tolist()
         if not AffineMap(self.beta).suits(logits) or (uniform > -math.inf and some_impossible(logits)):
             return None  # the uniform part has only the possible classes, whose number differs
+        if plain == uniform == -math.inf:
+            return kernels.apply_temperature(logits, float(self.beta))
         exact = logits.float()
         log_probs: Tensor = kernels.apply_temperature(exact, float(self.beta)).add_(scaled)
         if plain > -math.inf:
             log_probs = torch.logaddexp(log_probs, kernels.apply_temperature(exact, 1.0).add_(plain))
         if uniform > -math.inf:
             log_probs = torch.logaddexp(log_probs, torch.tensor(uniform - math.log(logits.shape[1])))
-        return keep_argmax(log_probs.to(logits.dtype), logits.argmax(1))
+        log_probs, winner = kernels.keep_order(log_probs, exact)
+        return keep_argmax(log_probs.to(logits.dtype), winner)
 
     @blas_threads(1)
     def _fit(self, data: FitData) -> Fitted:

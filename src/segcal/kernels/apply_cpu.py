@@ -28,6 +28,7 @@ from segcal.kernels import binned_loops, expert_loops, vector_loops
 from segcal.kernels.apply_loops import Block, temperature_range
 from segcal.kernels.expert_cpu import pack
 from segcal.kernels.experts import ExpertMap
+from segcal.kernels.order_cpu import keep_order as keep_order
 from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
 from segcal.kernels.pool import in_threads
 from segcal.kernels.scratch import new_block
