@@ -39,7 +39,7 @@ def train_command(
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("epochs", f"{report.epochs}, {report.seconds:.1f} s" + (" since resuming" if resume else ""))
     scans = ", ".join(f"{len(names)} {part}" for part, names in trainer.parts.items())
-    table.add_row("scans", f"{scans}; {len(trainer.samples)} samples an epoch")
+    table.add_row("scans", f"{scans}; {len(trainer.samples)} samples per epoch")
     scores = f"Dice {report.dice:.4f}, NLL {report.nll:.4f}, ECE {report.ece:.4f}"
     table.add_row("best epoch", f"{report.best_epoch}, validation {scores}")
     table.add_row("written to", escape(str(report.output)))

@@ -53,7 +53,7 @@ def log_posterior(grid: Grid, num_classes: int, rng: np.random.Generator) -> Arr
 
 
 def _cover(log_p: Array, layer: int, log_odds: Array) -> None:
-    """Lay a class over what is there, in place: p <- (1 - a) p + a e_layer with a = sigmoid(log_odds)."""
+    """Lay a class over the others, in place: p <- (1 - a) p + a e_layer with a = sigmoid(log_odds)."""
     log_p -= np.logaddexp(0, log_odds)
     log_p[layer] = np.logaddexp(log_p[layer], -np.logaddexp(0, -log_odds))
 

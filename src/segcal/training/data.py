@@ -161,7 +161,7 @@ def open_dataset(config: TrainingConfig) -> Dataset:
                 expected=f"{first.classes} and {first.ignore_index} as in {config.data[0]}",
             )
         if twice := sorted(set(scans) & set(other.scans)):
-            raise DataError("is in two folders", case=twice[0], where=folder, expected="a name of its own")
+            raise DataError("is in two folders", case=twice[0], where=folder, expected="unique names")
         scans |= other.scans
         splits = {part: (*splits.get(part, ()), *other.splits.get(part, ())) for part in {*splits, *other.splits}}
     example = next(iter(scans.values()))

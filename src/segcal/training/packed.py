@@ -192,7 +192,7 @@ def _images(arrays: Mapping[str, Array]) -> list[_Scan]:
         for index, name in enumerate(_names(arrays[f"{prefix}names"], f"{prefix}names"))
     ]
     if twice := [name for name, count in Counter(scan.name for scan in scans).items() if count > 1]:
-        raise DataError("two images of this name", case=twice[0], expected="a name of its own for every image")
+        raise DataError("two images have this name", case=twice[0], expected="unique names")
     return scans
 
 

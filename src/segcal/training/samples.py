@@ -130,7 +130,7 @@ class Schedule:
 def rotate(image: Tensor, labels: Tensor, degrees: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Turn an image ``(channels, *S)`` and its labels ``(*S)`` in the last two axes, about the centre.
 
-    Images are interpolated linearly, labels keep the nearest; what comes from outside is 0 and ignored.
+    Images are interpolated linearly, labels by nearest neighbour. Voxels from outside the image are 0 and ignored.
 
     Examples:
         >>> image, labels = rotate(torch.arange(4.0).view(1, 2, 2), torch.tensor([[0, 1], [2, 3]]), 90, 255)
