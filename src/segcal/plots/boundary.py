@@ -117,12 +117,12 @@ class BoundaryProfile:
     @property
     def accuracy(self) -> NDArray[np.float64]:
         """The accuracy of each bin, NaN for empty bins."""
-        return _ratio(self.correct, self.count)
+        return style.ratio(self.correct, self.count)
 
     @property
     def mean_confidence(self) -> NDArray[np.float64]:
         """The mean confidence of each bin, NaN for empty bins."""
-        return _ratio(self.confidence, self.count)
+        return style.ratio(self.confidence, self.count)
 
     def band_gap(self, low: float, high: float) -> float:
         """Confidence - accuracy of the voxels at distances ``[low, high)``, both bin edges; NaN without voxels."""
@@ -176,13 +176,12 @@ def boundary_curve(
     bottom.set(xlim=(-0.4 * width, edges[-1] + width), xticks=[*ticks, edges[-1] + width / 2])
     bottom.set_xticklabels([*(f"{tick:g}" for tick in ticks), f"≥{edges[-1]:g}"])
     bottom.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    style.heading(canvas, title)
-    return style.root(canvas)
+    return style.titled(canvas, title)
 
 
 def _draw_curves(ax: Axes, profile: BoundaryProfile) -> None:
     """Lines through the mean distance of each bin. The last bin has no mean and is drawn apart."""
-    x = _ratio(profile.distance, profile.count)
+    x = style.ratio(profile.distance, profile.count)
     x[-1] = profile.edges[-1] + profile.width / 2
     confidence, accuracy = profile.mean_confidence, profile.accuracy
     for wrong, colour in ((confidence > accuracy, style.OVER), (confidence < accuracy, style.UNDER)):
@@ -227,9 +226,3 @@ def _mark_bands(top: Axes, bottom: Axes, profile: BoundaryProfile) -> None:
 
 def _is_edge(distance: float, profile: BoundaryProfile) -> bool:
     return distance == math.inf or bool(np.isclose(profile.edges, distance).any())
-
-
-def _ratio(sums: NDArray[np.float64] | NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.float64]:
-    ratio = np.full(len(count), np.nan)
-    np.divide(sums, count, out=ratio, where=count > 0)
-    return ratio

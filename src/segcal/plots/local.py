@@ -81,8 +81,7 @@ def local_reliability(
             _draw_small(axes[name], patches[index].reliability, f"{name} patch")
         else:
             axes[name].remove()
-    style.heading(canvas, view.name if title is None else title)
-    return style.root(canvas)
+    return style.titled(canvas, view.name if title is None else title)
 
 
 class Patch(NamedTuple):
@@ -156,9 +155,8 @@ def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
 
 def _draw_small(ax: Axes, part: Reliability, name: str) -> None:
     draw_diagram(ax, part, small=True)
-    style.tidy(ax, title=f"{name}\nECE {style.number(ece(part))}", xlabel="confidence", ylabel="accuracy")
-    for text in (ax.xaxis.label, ax.yaxis.label):
-        text.set_fontsize(style.SMALL)
+    title = f"{name}\nECE {style.number(ece(part))}"
+    style.tidy(ax, title=title, xlabel="confidence", ylabel="accuracy", label_size=style.SMALL)
     ax.set_box_aspect(1)
 
 
@@ -178,9 +176,8 @@ def _draw_spread(ax: Axes, patches: Sequence[Patch], total: float) -> None:
         title=f"local ECE\nmean {values.mean():.3f}, max {values.max():.3f}",
         xlabel="patches (dashed: everything)",
         ylabel="ECE",
+        label_size=style.SMALL,
     )
-    for text in (ax.xaxis.label, ax.yaxis.label):
-        text.set_fontsize(style.SMALL)
     ax.set(xticks=(), ylim=(0, 1.15 * max(values.max(), total, 1e-6)))
 
 

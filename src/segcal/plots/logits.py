@@ -100,10 +100,7 @@ class LogitHistogram:
     @property
     def mean_magnitude(self) -> NDArray[np.float64]:
         """``(C, C)``: mean ``|z_k|`` (columns) over the voxels of each label (rows); NaN for absent labels."""
-        count = self.own.sum(1, keepdims=True)
-        mean = np.full(self.magnitude.shape, np.nan)
-        np.divide(self.magnitude, count, out=mean, where=count > 0)
-        return mean
+        return style.ratio(self.magnitude, self.own.sum(1, keepdims=True))
 
 
 def _counts(group: Tensor, values: Tensor, groups: int) -> NDArray[np.int64]:
@@ -158,11 +155,8 @@ def logit_magnitudes(
     _key(canvas)
     if not count.any():
         style.message(left, "no valid voxels")
-    if len(shown) < len(count):
-        note = f"the {len(shown)} most frequent of {len(count)} classes"
-        title = f"{title}: {note}" if title else note
-    style.heading(canvas, title)
-    return style.root(canvas)
+    part_of = f"the {len(shown)} most frequent of {len(count)} classes"
+    return style.titled(canvas, title, part_of if len(shown) < len(count) else None)
 
 
 def _draw_ridges(

@@ -82,8 +82,7 @@ def reliability_diagram(
     style.tidy(top, title=_summary(pooled), ylabel="accuracy")
     _draw_counts(bottom, pooled)
     style.tidy(bottom, xlabel="confidence", ylabel="share of voxels")
-    style.heading(canvas, title)
-    return style.root(canvas)
+    return style.titled(canvas, title)
 
 
 def classwise_diagram(
@@ -142,11 +141,8 @@ def classwise_diagram(
         ax.set_xlabel("confidence" if of == "predicted" else "probability", fontsize=style.SMALL, color=style.INK)
     for ax in grid[:, 0]:
         ax.set_ylabel("accuracy" if of == "predicted" else "share with label", fontsize=style.SMALL, color=style.INK)
-    if len(shown) < len(cases):
-        note = f"{len(shown)} of {len(cases)} classes, most miscalibrated first"
-        title = f"{title}: {note}" if title else note
-    style.heading(canvas, title)
-    return style.root(canvas)
+    part_of = f"{len(shown)} of {len(cases)} classes, most miscalibrated first"
+    return style.titled(canvas, title, part_of if len(shown) < len(cases) else None)
 
 
 def bootstrap_band(parts: Sequence[Reliability], *, replicates: int = 2000, seed: int = 0) -> Band:

@@ -83,8 +83,7 @@ def spatial_maps(
     _draw_bands(canvas, axes["band"], view, view.plane(regions.bands))
     shown = np.bincount(np.append(labels[valid], planes["prediction"].ravel()), minlength=len(names))
     _draw_legend(axes["legend"], shown.tolist(), names, colours, ignored=not valid.all())
-    style.heading(canvas, view.name if title is None else title)
-    return style.root(canvas)
+    return style.titled(canvas, view.name if title is None else title)
 
 
 def _draw_classes(ax: Axes, view: View, classes: Plane, colours: Sequence[str]) -> None:

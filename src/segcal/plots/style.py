@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from segcal.errors import InputError, MissingExtraError
 from segcal.files.atomic import atomic_path
@@ -70,7 +73,14 @@ def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
     return path
 
 
-def tidy(ax: Axes, *, title: str | None = None, xlabel: str | None = None, ylabel: str | None = None) -> None:
+def tidy(
+    ax: Axes,
+    *,
+    title: str | None = None,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+    label_size: float = NORMAL,
+) -> None:
     """Keep only thin left and bottom axes, with small fonts and the title on the left."""
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
@@ -80,15 +90,16 @@ def tidy(ax: Axes, *, title: str | None = None, xlabel: str | None = None, ylabe
     if title is not None:
         ax.set_title(title, loc="left", fontsize=NORMAL, color=INK)
     if xlabel is not None:
-        ax.set_xlabel(xlabel, fontsize=NORMAL, color=INK)
+        ax.set_xlabel(xlabel, fontsize=label_size, color=INK)
     if ylabel is not None:
-        ax.set_ylabel(ylabel, fontsize=NORMAL, color=INK)
+        ax.set_ylabel(ylabel, fontsize=label_size, color=INK)
 
 
-def heading(figure: FigureBase, title: str | None) -> None:
-    """Set the title of a whole figure, if given."""
-    if title:
-        figure.suptitle(title, fontsize=LARGE, color=INK, x=0.005, ha="left")
+def titled(figure: FigureBase, title: str | None, note: str | None = None) -> Figure:
+    """Give a figure or subfigure a title and a note, if there are any; returns the whole figure."""
+    if text := ": ".join(filter(None, (title, note))):
+        figure.suptitle(text, fontsize=LARGE, color=INK, x=0.005, ha="left")
+    return root(figure)
 
 
 def message(ax: Axes, text: str) -> None:
@@ -152,6 +163,13 @@ def short_count(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{letter}"
     return str(count)
+
+
+def ratio(sums: NDArray[Any], count: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Means from sums and counts, NaN where a count is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means: NDArray[np.float64] = np.where(count > 0, sums / count, np.nan)
+    return means
 
 
 def number(value: float, form: str = ".3f") -> str:
