@@ -125,5 +125,5 @@ def test_ctrl_c_ends_a_command_that_would_wait_for_its_threads_and_says_how_to_g
     assert process.returncode == 130
     assert (
         error
-        == f"Stopped. What is finished is kept in {tmp_path}: the same command with --resume goes on from there.\n"
+        == f"Stopped. Finished work is kept in {tmp_path}. Run the same command with --resume to continue.\n"
     )

@@ -27,7 +27,7 @@ def test_harm_is_marked_and_nothing_of_it_is_green(monkeypatch, tmp_path):
     assert "\x1b[32m" not in text
     assert "\x1b[1;32m" not in text
     assert "! worse than uncalibrated" in table
-    assert "chosen by NLL on validation cases" in table
+    assert "chosen by NLL on the validation cases" in table
     assert "\x1b[1;31mECE gets worse" in words
 
 

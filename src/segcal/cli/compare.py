@@ -26,7 +26,7 @@ from segcal.study.settings import STUDY_METRICS, Preserve, Select, Tune
 def compare_command(
     data: Data,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The report's folder; new, empty, or with --resume.")
+        Path, typer.Option("--output", "-o", help="Folder for the report: new or empty, unless --resume is given.")
     ] = Path("report"),
     methods: Annotated[
         str, typer.Option(help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".")
@@ -34,56 +34,53 @@ def compare_command(
     layout: LayoutOption = None,
     labels: LabelsOption = None,
     repeats: Annotated[
-        int | None,
-        typer.Option(min=1, help="Random splits, 3 by default. Where segcal.toml declares \\[splits]: 1, these."),
+        int | None, typer.Option(min=1, help="Number of random splits: 3, or 1 if segcal.toml declares \\[splits].")
     ] = None,
-    fractions: Annotated[str, typer.Option(help="Shares for calibration, validation, test.")] = "0.5,0.2,0.3",
+    fractions: Annotated[str, typer.Option(help="Shares of calibration, validation and test.")] = "0.5,0.2,0.3",
     tune: Annotated[
-        Tune,
-        typer.Option(help="path: strengths chosen on validation cases; paper: Adam and Optuna, as published; none."),
+        Tune, typer.Option(help="How to choose strengths: on validation cases (path), as published (paper), none.")
     ] = "path",
-    select: Annotated[Select, typer.Option(help="The metric that tuning lowers.")] = "nll",
+    select: Annotated[Select, typer.Option(help="The metric that tuning minimises.")] = "nll",
     metrics: Annotated[
         str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
     ] = ",".join(STUDY_METRICS),
     regions: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")] = "everything,boundary",
     preserve: Annotated[
-        Preserve,
-        typer.Option(help="What the recommended method must keep: order and argmax never change a label."),
+        Preserve, typer.Option(help="What a recommended method keeps. With order and argmax, labels never change.")
     ] = "order",
     translation_invariant: Annotated[
         bool, typer.Option("--translation-invariant", help="Recommend only methods that ignore offsets of the logits.")
     ] = False,
     robust: Annotated[
-        bool, typer.Option("--robust", help="Recommend only methods that do not lose to ts on the shifted data.")
+        bool, typer.Option("--robust", help="Recommend only methods that do not lose on the shifted data.")
     ] = False,
     pooling: Annotated[
-        str | None, typer.Option(help="For ensembles, comma-separated: single, probs, logits; each is compared.")
+        str | None, typer.Option(help="Ways to pool an ensemble, comma-separated: single, probs, logits.")
     ] = None,
     shifted: Annotated[
-        list[Path] | None,
-        typer.Option(help="Test on this dataset, too, with calibrators fitted on DATA. May be repeated."),
+        list[Path] | None, typer.Option(help="Another dataset to test on. May be given several times.")
     ] = None,
     shift: Annotated[
-        bool, typer.Option("--shift", help="Test on corrupted images, mild and strong; needs images and --model.")
+        bool, typer.Option("--shift", help="Also test on corrupted images. Needs images and --model.")
     ] = False,
     model: Annotated[
-        str | None,
-        typer.Option(help="module:function from an image (1, channels, *spatial) to logits (1, C, *spatial)."),
+        str | None, typer.Option(help="For --shift, module:function from an image (1, channels, *spatial) to logits.")
     ] = None,
     sensitivity: Annotated[
-        str | None, typer.Option(help="Comma-separated: bins, size (calibration cases), members (ensemble size).")
+        str | None, typer.Option(help="Also vary bins, size (of calibration) or members (of an ensemble).")
     ] = None,
     workers: Workers = 1,
-    seed: Annotated[int, seed_option("Of splits, fits and bootstrap.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a study that was stopped.")] = False,
+    seed: Annotated[int, seed_option("Seed of the splits, the fits and the bootstrap.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a study that was stopped.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare calibrators on your data, and say which one to deploy and how sure that is.
+    """Compare calibrators on your data, and recommend one to deploy.
 
-    Every repeat splits the cases (patients stay together) into a part to fit to, one to choose on, and one to test on.
-    The folder gets index.html (the report), results.json, tables.csv, tables.tex, and calibrator.safetensors: the
-    recommended calibrator, ready for 'segcal apply'.
+    Each repeat splits the cases into a part to fit to, one to choose on and one to test on.
+    The cases of a patient stay together.
+
+    The output folder gets the report (index.html), results.json, tables.csv, tables.tex, and the
+    recommended calibrator (calibrator.safetensors) for 'segcal apply'.
 
     Example: segcal compare study/ --methods decision-preserving -o report/ --workers 2
     """
@@ -111,7 +108,7 @@ def compare_command(
             seed=seed,
             resume=resume,
             name=data.resolve().name if data.is_dir() else data.resolve().parent.name,
-            # A study that was stopped ends as if it had not been.
+            # A resumed study gives the same results, so it names the same command.
             command=shlex.join(["segcal", *(word for word in sys.argv[1:] if word != "--resume")]),
             progress=step,
         )
@@ -123,11 +120,11 @@ def compare_command(
     else:
         show_study(study, report)
     if all(method["status"] == "failed" for method in study.document["methods"][1:]):
-        raise SegcalError("every method failed", where="--methods", fix="the reasons are among the notes above")
+        raise SegcalError("every method failed", where="--methods", fix="the reasons are in the notes above")
 
 
 def load_model(text: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules beside the user are found, as scripts find them."""
+    """The function that ``module:function`` names. Modules in the current folder are found."""
     module, _, function = text.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -143,7 +140,7 @@ def load_model(text: str) -> Callable[..., Any]:
 
 
 def _unique(path: Path, paths: list[Path]) -> str:
-    """The folder's name, or its path where two have the same."""
+    """The folder's name, or its path if two have the same name."""
     names = [other.resolve().name for other in paths]
     return os.fspath(path) if names.count(path.resolve().name) > 1 else path.resolve().name
 

@@ -1,4 +1,4 @@
-"""How the command line speaks: tables on standard output, progress and errors on standard error."""
+"""Output of the command line: tables on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from segcal.study import Step
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-#: Seconds between two lines of progress where no bar can be drawn.
+#: Seconds between two lines of progress if no bar can be drawn.
 EVERY = 60.0
-# No table is as wide as this.
+# Wider than any table.
 _WIDEST = 100_000
-# Seconds between two looks at the clock.
+# Seconds between two checks of the time.
 _LOOK = 1.0
 
 
 def show_error(error: SegcalError) -> None:
-    """Print an error so that what, where and what to do stand apart."""
+    """Print an error: where, what, what was expected, and what to do."""
     err.print("[bold red]Error[/]" + (f" in {escape(error.place)}" if error.place else ""), soft_wrap=True)
     err.print(f"  {escape(error.problem)}", soft_wrap=True)
     if error.expected:
@@ -56,9 +56,9 @@ def new_table(*columns: str, left: Collection[str] = (), title: str | None = Non
 
 
 def show_table(table: Table) -> None:
-    """Print a table whole: no number and no name is ever cut.
+    """Print a table without truncating any cell.
 
-    In a pipe or a file it is as wide as it needs to be; on a terminal too narrow for it, every cell has its own line.
+    In a pipe or a file it is as wide as it needs to be. On a terminal too narrow for it, every cell has its own line.
     """
     if table.title:
         out.print(table.title, style="table.title", soft_wrap=True)
@@ -69,7 +69,7 @@ def show_table(table: Table) -> None:
         return
     with out.capture() as attempt:
         out.print(table)
-    if "…" not in attempt.get():  # what rich ends a text with that it has to cut
+    if "…" not in attempt.get():  # rich marks truncated text with it
         out.print(table)
         return
     headers = [column.header for column in table.columns] if table.show_header else [""] * len(table.columns)
@@ -81,19 +81,19 @@ def show_table(table: Table) -> None:
 
 
 class Pulse:
-    """Where no one watches a bar: a line a minute that says how far a command is, and none for a short one."""
+    """Progress without a terminal: one line a minute that says how far a command has got."""
 
     def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._title, self._place, self._clock = title, "", clock
         self._started = self._said = clock()
 
     def at(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Note where the command is."""
+        """Record where the command is."""
         counted = "" if total is None else f"{done:,} of {total:,} done, "
         self._place = f": {counted}{name}"
 
     def beat(self) -> None:
-        """Print the line if it is time for it."""
+        """Print the line if a minute has passed."""
         now = self._clock()
         if now - self._said >= EVERY:
             self._said = now
@@ -103,7 +103,7 @@ class Pulse:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Look at the clock all the time: a single step may take many minutes."""
+        """Check the time in a thread: a single step may take many minutes."""
         done = threading.Event()
 
         def watch() -> None:
@@ -121,8 +121,8 @@ class Pulse:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar that is moved on by calling it with the name of the next item; a line a minute elsewhere."""
-    done = -1  # The first item begins when nothing is done.
+    """A progress bar, or one line a minute. Call it with the name of each item before its work begins."""
+    done = -1  # Nothing is done when the first item begins.
     with _shown(title, MofNCompleteColumn()) as show:
 
         def step(name: str) -> None:
@@ -136,14 +136,14 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def study_progress() -> Iterator[Callable[[Step], None]]:
-    """A progress bar of a study; a line a minute elsewhere."""
+    """A progress bar for a study, or one line a minute."""
     with _shown("comparing", TaskProgressColumn()) as show:
         yield show
 
 
 @contextmanager
 def waiting(title: str) -> Iterator[Callable[[str], None]]:
-    """A spinner for work of unknown length, or a line a minute; called with the name of a step, it shows it."""
+    """A spinner for work of unknown length, or one line a minute. Call it with the name of each step."""
     if not err.is_terminal:
         pulse = Pulse(title)
         with pulse.beating():

@@ -1,4 +1,4 @@
-"""``segcal demo``: the main job on the embedded scenes."""
+"""``segcal demo``: the whole workflow on synthetic scenes."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from segcal.files.atomic import writing
 from segcal.files.folders import OwnFolder
 from segcal.study import compare
 
-# Enough for a study; more would take longer and show the same.
+# Enough for a study. More would take longer and show the same.
 _IMAGES = 32
 _REPEATS = 2
-# One of every kind: one temperature, class-conditional and local ones, maps that move labels, selectors, curves.
+# One of every kind: global, class-conditional and local temperatures, maps that change labels, selectors, curves.
 _METHODS = ("ts", "ets", "dc", "cms-ap", "cms-op", "lts-ti", "selective", "meta-cal", "isotonic", "histogram")
 _METRICS = ("nll", "ece", "ba-ece", "dsc")
-# Where it writes, in its output folder.
+# Subfolders of the output folder.
 _SCENES, _REPORT = "scenes", "report"
 
 
 def demo_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write; an earlier demo is replaced.")] = Path(
-        "segcal-demo"
-    ),
-    seed: Annotated[int, seed_option("Same seed, same scenes.")] = 0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write to. An earlier demo in it is replaced.")
+    ] = Path("segcal-demo"),
+    seed: Annotated[int, seed_option("The same seed gives the same scenes.")] = 0,
 ) -> None:
-    """Run segcal on synthetic scenes with a known truth: write, check, evaluate, and compare ten calibrators.
+    """Run segcal on synthetic scenes: write, check and evaluate them, and compare ten calibrators.
 
-    The network of the scenes is too sure of itself, more so at boundaries and for some classes; the study finds that
-    out and says what mends it. Takes about a minute.
+    The simulated network is overconfident, most of all at boundaries and for some classes. The study
+    finds that out and recommends a calibrator. Takes one to two minutes.
 
     Example: segcal demo
     """
@@ -56,19 +56,19 @@ def demo_command(
 
 def _demonstrate(data: Path, report: Path, seed: int) -> None:
     scenes = synthetic.demo_scenes(seed)[0][:_IMAGES]
-    _say("1. Scenes: images, labels and the logits of an overconfident network", f"segcal check {data}")
+    _say("1. Synthetic scenes: images, labels and the logits of an overconfident network", f"segcal check {data}")
     with progress("writing", len(scenes)) as step:
         write_dataset(scenes, data, progress=step)
     with progress("checking", len(scenes)) as step:
         show_check(check(data, progress=step))
-    _say("2. How far its confidence is off", f"segcal evaluate {data} --metrics {','.join(_METRICS)}")
+    _say("2. How wrong is its confidence?", f"segcal evaluate {data} --metrics {','.join(_METRICS)}")
     cases = open_cases(data)
     with progress("evaluating", len(cases)) as step:
         show_results(evaluate(cases, metrics=_METRICS, regions=("everything", "boundary"), progress=step))
     workers = min(2, os.cpu_count() or 1)
     command = ("segcal", "compare", str(data), "--methods", ",".join(_METHODS), "--repeats", str(_REPEATS),
                "--workers", str(workers), "--seed", str(seed), "-o", str(report))  # fmt: skip
-    _say(f"3. What mends it: {len(_METHODS)} calibrators, {_REPEATS} random splits", shlex.join(command))
+    _say(f"3. Which calibrator fixes it? {len(_METHODS)} of them on {_REPEATS} random splits", shlex.join(command))
     with study_progress() as told:
         study = compare(
             cases, _METHODS, _REPEATS, output=report, workers=workers, seed=seed,
@@ -77,13 +77,13 @@ def _demonstrate(data: Path, report: Path, seed: int) -> None:
     from segcal.report import write_report  # matplotlib is slow to import
 
     show_study(study, write_report(report))
-    _say("4. The truth, which only scenes can tell")
+    _say("4. The true error, which is known for synthetic scenes")
     test = cases.select(study.document["splits"][0]["test"])
     before = _true_error(test, None)
-    out.print(f"true calibration error as it is: KL {before.kl:.4f} nats, L1 {before.l1:.4f} per voxel")
+    out.print(f"uncalibrated: KL {before.kl:.4f} nats, L1 {before.l1:.4f} per voxel")
     if study.recommendation["file"]:
         after = _true_error(test, load(report / study.recommendation["file"]))
-        out.print(f"with the recommended calibrator: KL {after.kl:.4f} nats, L1 {after.l1:.4f} per voxel")
+        out.print(f"recommended calibrator: KL {after.kl:.4f} nats, L1 {after.l1:.4f} per voxel")
     out.print(f"\nOpen [bold]{escape(str(report / 'index.html'))}[/] in a browser.", soft_wrap=True)
 
 
@@ -104,7 +104,7 @@ def _true_error(cases: CaseSet, calibrator: Calibrator | None) -> synthetic.True
 
 @contextmanager
 def _demo_folder(output: Path) -> Iterator[None]:
-    """Take away what an earlier demo wrote, and remember what this one writes, however it ends."""
+    """Remove what an earlier demo wrote, and record what this one writes, even if it fails."""
     with OwnFolder(output, "a demo", shared=True) as own:
         _remove_earlier(own)
         own.begin()
@@ -115,25 +115,25 @@ def _demo_folder(output: Path) -> Iterator[None]:
 
 
 def _remove_earlier(own: OwnFolder) -> None:
-    """Remove the files that the last demo says it wrote; if there is another, or one has changed, remove none."""
+    """Remove the files that the last demo recorded. If any other file is there, or one has changed, remove none."""
     wrote: dict[str, list[int]] = next((record["wrote"] for record in reversed(own.records) if "wrote" in record), {})
     there = _states(own.folder)
     if foreign := [name for name, state in there.items() if wrote.get(name) != state]:
         raise OutputError(
-            f"there is {foreign[0]}, which no demo wrote" + (f", and {len(foreign) - 1} more" if foreign[1:] else ""),
+            f"has {foreign[0]}, which no demo wrote" + (f", and {len(foreign) - 1} more" if foreign[1:] else ""),
             where=str(own.folder),
-            expected=f"no {_SCENES} and no {_REPORT}, or those of an earlier demo as it left them",
-            fix="choose another folder with -o, or move these away",
+            expected=f"no {_SCENES} and no {_REPORT}, or unchanged ones of an earlier demo",
+            fix="choose another folder with -o, or move these files away",
         )
     with writing(own.folder):
         for name in there:
             (own.folder / name).unlink()
         for folder in sorted({parent for name in there for parent in Path(name).parents[:-1]}, reverse=True):
-            with suppress(OSError):  # A folder that someone made in it stays.
+            with suppress(OSError):  # Folders that someone else created stay.
                 (own.folder / folder).rmdir()
 
 
 def _states(output: Path) -> dict[str, list[int]]:
-    """Size and time of every file that is where the demo writes."""
+    """Size and modification time of every file in the demo's subfolders."""
     files = (path for name in (_SCENES, _REPORT) for path in sorted((output / name).rglob("*")) if not path.is_dir())
     return {path.relative_to(output).as_posix(): [path.lstat().st_size, path.lstat().st_mtime_ns] for path in files}

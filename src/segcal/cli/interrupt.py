@@ -1,4 +1,4 @@
-"""Ctrl-C: a command ends within moments, and says what is kept and how to go on."""
+"""Ctrl-C: a command ends within a second, and says what is kept and how to continue."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from segcal.cli.console import err, out
 
 Command = TypeVar("Command", bound=Callable[..., None])
-#: What shells expect of a program that was stopped by Ctrl-C.
+#: The exit code of a program that was stopped by Ctrl-C.
 STOPPED = 130
-# Seconds that a command has to remove its temporary files; threads that are at work are not waited for.
+# Seconds a command has to remove its temporary files. Running threads are not waited for.
 _PATIENCE = 1.0
 
 
@@ -39,39 +39,39 @@ def stoppable(command: Command) -> Command:
             except KeyboardInterrupt:
                 stopped = True
         if stopped:
-            gc.collect()  # Semaphores of worker processes are let go of, or the system would complain of them.
+            gc.collect()  # Release the semaphores of worker processes, or Python would warn about them.
             _leave(words)
 
     return run  # type: ignore[return-value]
 
 
 def kept(arguments: Mapping[str, Any]) -> str:
-    """What is left of a command that was stopped.
+    """What a stopped command leaves behind.
 
     Examples:
         >>> kept({"output": "report", "resume": False})
-        'Stopped. What is finished is kept in report: the same command with --resume goes on from there.'
+        'Stopped. Finished work is kept in report. Run the same command with --resume to continue.'
         >>> kept({"data": "study"})
         'Stopped. Nothing is left half-written.'
     """
     if "resume" not in arguments:
         return "Stopped. Nothing is left half-written."
     where = f" in {arguments['output']}" if "output" in arguments else ""
-    return f"Stopped. What is finished is kept{where}: the same command with --resume goes on from there."
+    return f"Stopped. Finished work is kept{where}. Run the same command with --resume to continue."
 
 
 @contextmanager
 def _ending_soon(words: str) -> Iterator[None]:
-    """Ctrl-C stops the work here, and ends the process should that take too long."""
+    """Ctrl-C stops the work, and ends the process if that takes too long."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, lambda number, frame: _leave(words))  # the second time, at once
+        signal.signal(signal.SIGINT, lambda number, frame: _leave(words))  # A second Ctrl-C ends it at once.
         patience = threading.Timer(_PATIENCE, _leave, (words,))
         patience.daemon = True
         patience.start()
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # Only that one may handle signals.
+    if threading.current_thread() is not threading.main_thread():  # Only the main thread may handle signals.
         yield
         return
     before = signal.signal(signal.SIGINT, stop)
@@ -82,7 +82,7 @@ def _ending_soon(words: str) -> Iterator[None]:
 
 
 def _leave(words: str) -> None:
-    """End this process here and now: a pool of threads would be waited for at the usual exit."""
+    """End this process at once: a normal exit would wait for running threads."""
     err.print(words, markup=False, soft_wrap=True)
     for console in (out, err):
         console.file.flush()

@@ -15,14 +15,12 @@ from segcal.training import Trainer, convert, load_config
 
 
 def train_command(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A TOML file with at least the keys data and output.")
-    ],
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")
-    ] = False,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file with at least 'data' and 'output'.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
 ) -> None:
-    """Train a network with any loss of segcal; write checkpoints, a log, and logits for validation and test.
+    """Train a network with any of segcal's losses.
+
+    Writes checkpoints, a log, and the logits of the validation and test scans.
 
     On several GPUs: torchrun --nproc-per-node 4 -m segcal train run.toml
 
@@ -49,17 +47,17 @@ def train_command(
 
 
 def convert_command(
-    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="An npz file of encoded images and labels.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
-    patients: Annotated[int | None, typer.Option(min=1, help="Keep only this many patients, drawn at random.")] = None,
+    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="An npz file with encoded images and labels.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write to; new or empty.")],
+    patients: Annotated[int | None, typer.Option(min=1, help="Use only this many patients, drawn at random.")] = None,
     seed: Annotated[int, seed_option("Seed of the draw and of the 70/10/20 split.")] = 0,
-    groups: Annotated[
-        str, typer.Option(help="Regular expression that finds the patient in a volume's name.")
-    ] = r"^([^_]+)",
-    class_names: Annotated[str | None, typer.Option(help="Comma-separated. Known for acdc and camvid.")] = None,
-    ignore_index: Annotated[int | None, typer.Option(help="The ignored label. By default 255, for camvid 11.")] = None,
+    groups: Annotated[str, typer.Option(help="Regular expression for the patient in a file name.")] = r"^([^_]+)",
+    class_names: Annotated[str | None, typer.Option(help="Comma-separated; not needed for acdc and camvid.")] = None,
+    ignore_index: Annotated[int | None, typer.Option(help="The ignored label; default 255, or 11 for camvid.")] = None,
 ) -> None:
-    """Unpack an image dataset for training into images/, labels/ and segcal.toml with classes and splits.
+    """Unpack an image dataset for training.
+
+    Writes images/, labels/, and a segcal.toml with classes and splits.
 
     Example: segcal convert acdc.npz acdc/ --patients 12
     """
