@@ -123,7 +123,4 @@ def test_ctrl_c_ends_a_command_that_would_wait_for_its_threads_and_says_how_to_g
         finally:
             process.kill()
     assert process.returncode == 130
-    assert (
-        error
-        == f"Stopped. Finished work is kept in {tmp_path}. Run the same command with --resume to continue.\n"
-    )
+    assert error == f"Stopped. Finished work is kept in {tmp_path}. Run the same command with --resume to continue.\n"
