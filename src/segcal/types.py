@@ -1,4 +1,4 @@
-"""The objects that travel between the parts of segcal.
+"""The objects that the parts of segcal exchange.
 
 Shape conventions, written once: scores are ``(N, C, *spatial)``, labels and masks ``(N, *spatial)``, images
 ``(N, channels, *spatial)``. A case is a batch of one (N = 1), except in multi-label data, where each of the K
@@ -22,7 +22,7 @@ from segcal.errors import InputError
 FloatArray = NDArray[np.float64]
 Kind = Literal["logits", "probs"]
 
-# Scores read at once: 64 MB of float32, large enough to amortise overheads, small enough for any machine.
+# Scores read at once: 64 MB of float32, enough to make overheads small, little enough for any machine.
 CHUNK_VALUES = 2**24
 
 _ROW_AXIS = {"logits": 2, "labels": 1, "mask": 1}
@@ -37,7 +37,7 @@ class CaseSource(Protocol):
     spatial: tuple[int, ...]
     spacing: tuple[float, ...] | None
     ignore_index: int
-    sliceable: bool  # False where reading some rows costs as much as reading all
+    sliceable: bool  # False if reading some rows costs as much as reading all
 
     def logits(self, rows: slice) -> Tensor: ...  # noqa: D102
     def labels(self, rows: slice) -> Tensor: ...  # noqa: D102
@@ -57,10 +57,10 @@ class CaseSource(Protocol):
 
 @runtime_checkable
 class EnsembleSource(CaseSource, Protocol):
-    """A source that still knows the members its logits are pooled from; those of single models need not be one."""
+    """A source that can give the ensemble members from which its logits are pooled."""
 
-    num_members: int | None  # None where there is but a single model
-    pooling: Kind  # the space of ``logits``
+    num_members: int | None  # None for a single model
+    pooling: Kind  # the space in which ``logits`` are pooled
 
     def member(self, index: int, rows: slice) -> Tensor: ...  # noqa: D102
     def pooled(self, members: Sequence[int], space: Kind) -> CaseSource: ...  # noqa: D102
@@ -96,7 +96,7 @@ class FitReport:
 
     Attributes:
         nll_before: Mean negative log-likelihood of the fit data before, in nats per voxel.
-        nll_after: The same after the fit; never above ``nll_before``, but for ``ensemble``, which only pools.
+        nll_after: The same after the fit; never above ``nll_before``, except for ``ensemble``, which only pools.
         converged: Whether the optimum was reached.
         certificate: Norm of the (projected) gradient of the mean loss at the solution: 0 at an exact optimum.
         iterations: Steps of the solver.
@@ -116,10 +116,10 @@ class FitReport:
 
 
 class Case:
-    """One image or volume with its scores, labels and what else is known; everything is read when first asked for.
+    """One image or volume with its scores, labels and other data, each read when first used.
 
     Attributes are ``logits (N, C, *spatial)`` float32, ``labels (N, *spatial)`` int64, ``image``, ``mask`` (True =
-    valid) and ``posterior`` (scenes only), each ``None`` where there is none, and ``spacing`` per spatial axis.
+    valid) and ``posterior`` (scenes only), each ``None`` if there is none, and ``spacing`` per spatial axis.
     Once read, a tensor stays with the case; ``chunks`` reads without keeping.
 
     Examples:
@@ -145,12 +145,12 @@ class Case:
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
-        """Voxel size along each spatial axis, or None where it is unknown."""
+        """Voxel size along each spatial axis, or None if it is unknown."""
         return self.source.spacing
 
     @property
     def ignore_index(self) -> int:
-        """The label value that takes a voxel out of everything."""
+        """The label of voxels that are ignored."""
         return self.source.ignore_index
 
     def _all(self, name: str) -> Tensor | None:
@@ -174,7 +174,7 @@ class Case:
 
     @property
     def mask(self) -> Tensor | None:
-        """``(N, *spatial)`` bool, True where the voxel counts; None where all do."""
+        """``(N, *spatial)`` bool, True where the voxel counts; None if all do."""
         return self._all("mask")
 
     @property
@@ -230,7 +230,7 @@ class Case:
     # -- multi-label data ----------------------------------------------------------------------------------------------
 
     def channel(self, index: int) -> Case:
-        """One channel of a multi-label case, as a two-class case of its own; what was read is not read again."""
+        """One channel of a multi-label case as a two-class case. What was read is not read again."""
         if not 0 <= index < self.source.batch:
             raise InputError(f"channel {index}", case=self.id, expected=f"0..{self.source.batch - 1}")
         return Case(_Channel(self, index))
@@ -245,7 +245,7 @@ class Case:
     def chunks(self, values: int = CHUNK_VALUES) -> Iterator[Chunk]:
         """Pieces of about ``values`` scores (voxels times classes), at least one row each, in order.
 
-        Only one is in memory at a time, unless the case was read already or its format cannot be read in parts.
+        Only one is in memory at a time, unless the case was already read or its format cannot be read in parts.
         """
         if not self.source.sliceable:
             self.load()
@@ -253,7 +253,7 @@ class Case:
             yield self.chunk(rows)
 
     def logit_rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their logits ``(N, C, rows, ...)``, as ``chunks`` gives them; labels need not be there."""
+        """Rows and their logits ``(N, C, rows, ...)``, in the pieces of ``chunks``. Labels are not needed."""
         if not self.source.sliceable:
             _ = self.logits
         for rows in row_slices(self.shape):
@@ -272,7 +272,7 @@ class Case:
         return None if whole is None else whole.narrow(_ROW_AXIS[name], rows.start, rows.stop - rows.start)
 
     def has_read(self, name: str) -> bool:
-        """Whether a tensor stays with the case already."""
+        """Whether a tensor was read and is kept."""
         return name in self._read
 
     def __repr__(self) -> str:
@@ -280,7 +280,7 @@ class Case:
 
 
 class _Channel:
-    """One channel of a case as a ``CaseSource``, which knows the ensemble members where the case does."""
+    """One channel of a case as a ``CaseSource``, with the ensemble members that the case has."""
 
     def __init__(self, case: Case, index: int) -> None:
         source = case.source
@@ -329,14 +329,14 @@ def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[s
 
 
 def check_pooling(space: Kind) -> Kind:
-    """A space to pool in."""
+    """Raise unless this is a space to pool in. Returns it."""
     if space not in ("logits", "probs"):
         raise InputError(f"space is {space!r}", expected="'logits' or 'probs'")
     return space
 
 
 def check_members(members: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Different members of ``count``, from 0 on; None is all of them.
+    """Check indices of ensemble members, all different and below ``count``. None means all members.
 
     Examples:
         >>> check_members(None, 3), check_members([2, 0], 3)
@@ -344,12 +344,12 @@ def check_members(members: Sequence[int] | None, count: int) -> tuple[int, ...]:
     """
     chosen = tuple(range(count)) if members is None else tuple(members)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= index < count for index in chosen):
-        raise InputError(f"members {list(chosen)}", expected=f"different numbers of 0..{count - 1}, at least one")
+        raise InputError(f"members {list(chosen)}", expected=f"at least one of 0..{count - 1}, each once")
     return chosen
 
 
 def no_members() -> InputError:
-    """What is said where members are asked for and there are none."""
+    """The error of asking for ensemble members that do not exist."""
     return InputError(
         "there are no ensemble members",
         expected="scores of several models",

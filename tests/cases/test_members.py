@@ -138,7 +138,7 @@ def test_a_single_model_has_no_members(tmp_path, make):
 def test_wrong_members_and_spaces_are_named():
     cases = scenes(1, size=(16, 20), members=3)
     for wrong in ([], [0, 0], [3], [-1]):
-        with pytest.raises(InputError, match=r"members \[.*\]; expected different numbers of 0..2"):
+        with pytest.raises(InputError, match=r"members \[.*\]; expected at least one of 0..2, each once"):
             cases.members(wrong)
     with pytest.raises(InputError, match=r"members \[3\]"):
         cases[0].member_logits(3)

@@ -1,4 +1,4 @@
-"""Output files of a command, checked before the work: no result is lost for want of a place to write it."""
+"""Check the output files of a command before the work, so that no result is lost."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from segcal.files.atomic import check_writable
 
 
 def check_files(files: Sequence[Path | None], cases: CaseSet, calibrator: Path | None = None) -> None:
-    """Raise unless every file that is asked for can be written, has a name of its own, and is not read as well."""
+    """Raise unless every output file can be written, is named once, and is not an input."""
     asked = [file for file in files if file is not None]
     for number, file in enumerate(asked):
         check_writable(file)
         if any(os.path.realpath(file) == os.path.realpath(other) for other in asked[:number]):
-            raise OutputError("is to hold two results", where=str(file), expected="a file for each of them")
+            raise OutputError("is named for two results", where=str(file), expected="a different file for each")
         if file.exists() and (_belongs_to(file, cases) or (calibrator is not None and file.samefile(calibrator))):
             raise OutputError("is also an input", where=str(file), expected="a file apart from the input")
 
 
 def _belongs_to(file: Path, cases: CaseSet) -> bool:
-    """Whether an existing file is one that describes a dataset, or an array beside those of the cases."""
+    """Whether an existing file describes a dataset, or is an array in a folder of the cases."""
     file = file.resolve()
     if file.name in (CONFIG_NAME, "dataset.json", "plans.json"):
         return True

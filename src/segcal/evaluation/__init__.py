@@ -1,1 +1,1 @@
-"""Plan, measure each case, merge: from cases to ``Results``; maps, ``check`` and ``apply`` go the same way."""
+"""From cases to ``Results``: plan, measure each case, merge. Also voxel maps, ``check`` and ``apply``."""

@@ -1,6 +1,6 @@
-"""Voxel maps: how confident, how right and how far from a boundary, voxel by voxel. What spatial plots and files show.
+"""Voxel maps of confidence, correctness and distance to the boundary, for plots and files.
 
-Memory is a few values per voxel: scores are read in pieces, however many classes there are.
+Memory is a few values per voxel: scores are processed in pieces, whatever the number of classes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def voxel_maps(
     """The maps of one case or batch, each ``(N, *spatial)``.
 
     ========================  ==========================================  ======================
-    name                      value                                       ignored or masked out
+    name                      value                                       if ignored or masked
     ========================  ==========================================  ======================
     ``confidence``            max_k p_k                                   as elsewhere
     ``prediction``            argmax_k p_k, int64                         as elsewhere
@@ -76,7 +76,7 @@ def voxel_maps(
 
 @torch_threads(1)
 def score_maps(logits: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tensor]:
-    """The maps of ``voxel_maps`` that need no neighbours, so any part of a case will do.
+    """The maps of ``voxel_maps`` that do not depend on neighbours, of a whole case or any part of it.
 
     Examples:
         >>> maps = score_maps(torch.zeros(1, 2, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]]))
@@ -90,7 +90,7 @@ def score_maps(logits: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tenso
     }
     maps["prediction"] = torch.zeros(labels.shape, dtype=torch.int64, device=logits.device)
     for part in checked_parts(logits, labels, valid):
-        # Of the scores themselves: subtracting their logsumexp may make a tie of what was none.
+        # Taken before normalisation: subtracting the logsumexp can create ties.
         winner = part.scores.max(1).indices
         log_p = part.scores.log_softmax(1)
         nll = -log_p.gather(1, part.labels.masked_fill(~part.valid, 0).unsqueeze(1)).squeeze(1)
@@ -119,9 +119,9 @@ def write_maps(
     ``(*spatial)``, or ``(N, *spatial)`` for a multi-label case. Predictions are unsigned integers.
 
     Args:
-        cases: Whose maps.
-        folder: Where to write. Maps of an earlier run are replaced; a file that is not one is an error.
-        calibrator: A calibrator, a function from logits to log-probabilities, or None for the scores as they are.
+        cases: The cases to map.
+        folder: Where to write. Maps of an earlier run are replaced; other files in their place are an error.
+        calibrator: A calibrator, a function from logits to log-probabilities, or None for the uncalibrated scores.
         progress: Called with the name of each case before it is read.
 
     Examples:
@@ -152,11 +152,11 @@ def write_maps(
                 path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
                 with output.array(path, shown.shape, shown.dtype, case=case, row_axis=0, geometry=geometry) as sink:
                     sink.write((slice(None),) * shown.ndim, shown)
-            del case  # Otherwise it would live on while the next one is awaited.
+            del case  # Otherwise it would stay in memory while the next one is read.
 
 
 def open_maps(cases: CaseSet, folder: str | Path) -> OutputFolder:
-    """The folder for the maps of some cases, made when the first is written; raises if others' files are in the way."""
+    """The folder for maps, created with the first one. Raises if files that segcal did not write are in the way."""
     output = OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True)
     for name in MAPS:
         output.check_own(name)
@@ -164,7 +164,7 @@ def open_maps(cases: CaseSet, folder: str | Path) -> OutputFolder:
 
 
 def _label_geometry(case: Case) -> Geometry | None:
-    """Where the labels of a case lie in space, if they say and if its maps have as many axes."""
+    """The geometry of the labels of a case, if they have one and its maps have the same axes."""
     label = case.source.files.label if isinstance(case.source, DiskCase) else None
     file = None if label is None else open_array(label)
     return file.geometry if file is not None and file.shape == case.shape[2:] and case.shape[0] == 1 else None
@@ -189,9 +189,9 @@ class ScorePart(NamedTuple):
 
 
 def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[ScorePart]:
-    """The scores piece by piece, checked where they are valid: labels are classes, some class is possible, no NaN.
+    """The scores piece by piece. Raises if a valid voxel has a label out of range, NaN, or only ``-inf`` scores.
 
-    ``(N, C)`` scores are seen as one line of N voxels, ``(1, C, N)``.
+    ``(N, C)`` scores are treated as one line of N voxels, ``(1, C, N)``.
 
     Examples:
         >>> parts = checked_parts(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2).long(), torch.ones(1, 2, 2).bool())
@@ -206,11 +206,11 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
     expected = logits.shape[:1] + logits.shape[2:]
     for name, tensor in (("labels", labels), ("valid", valid)):
         if tensor.shape != expected:
-            raise InputError(f"{name} has shape {tuple(tensor.shape)}", expected=f"{tuple(expected)} as the logits ask")
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}", expected=f"{tuple(expected)} for these logits")
     whole = logits.detach()
     if logits.ndim == 2:
         whole, labels, valid = whole.t()[None], labels[None], valid[None]
-    # MPS knows no float64; there, the CPU does the work.
+    # MPS has no float64, so its tensors are processed on the CPU.
     device = torch.device("cpu") if logits.device.type == "mps" else logits.device
     for rows in row_slices(tuple(whole.shape), _PIECE_VALUES):
         scores = whole[:, :, rows].to(device, torch.float64)
@@ -220,6 +220,6 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
         if bool(bad.any()):
             item, row, *rest = bad.nonzero()[0].tolist()
             voxel = int(np.ravel_multi_index((item, row + rows.start, *rest), tuple(labels.shape)))
-            # The error that the kernels raise.
+            # The same error as that of the kernels.
             raise Voxels(logits, labels.reshape(expected)).bad_voxel(voxel)
         yield part

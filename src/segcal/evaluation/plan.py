@@ -22,7 +22,7 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compute, and what the statistics must hold for it."""
+    """What to compute, and what the statistics need for it."""
 
     columns: tuple[Column, ...]
     masks: Mapping[str, Callable[[Case], Tensor]]
@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def regions(self) -> tuple[str, ...]:
-        """The regions to collect: those asked for and, where distances are needed, the bands."""
+        """The regions to collect: those of the columns and, if distances are needed, the bands."""
         names = [column.region for column in self.columns if column.region not in (EVERYTHING, LOCAL)]
         return tuple(dict.fromkeys((*names, *(BANDS if "distance" in self.needs else ()))))
 

@@ -21,19 +21,18 @@ from segcal.inference import FEW_GROUPS, bootstrap_interval
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The case of a pooled row: no case can be named so.
+#: The case of a pooled row.
 POOLED = None
 # The case of a pooled row in version 1, which a real case may be called, too.
 _ONCE_POOLED = "(pooled)"
 
 
 class Row(NamedTuple):
-    """One number: a metric in a region of a case, or of all cases pooled, and how many things it averages.
+    """One number: a metric in a region of a case, or of all cases pooled, and the number of values that it averages.
 
-    ``case`` is None in pooled rows. ``missed`` counts the classes that are in one of prediction and labels only, for
-    metrics of surfaces, which have no distance for them (``segcal.metrics.surfaces``). ``channel`` is that of
-    multi-label data; without one, the row of such data is the mean over the channels where the metric is defined, and
-    ``count`` says how many these are.
+    ``case`` is None in pooled rows. ``missed`` counts the classes that are only in the prediction or only in the
+    labels: metrics of surfaces have no distance for them (``segcal.metrics.surfaces``). ``channel`` is a channel of
+    multi-label data. Rows of such data without one are means over the ``count`` channels where the metric is defined.
     """
 
     case: str | None
@@ -48,10 +47,9 @@ class Row(NamedTuple):
 class SummaryRow(NamedTuple):
     """A metric in a region over all cases.
 
-    ``mean`` is over the ``cases`` where the metric is defined (not over the ``undefined`` ones), ``low`` to ``high``
-    its 95% bootstrap interval over cases, or over groups of cases where the data have some, ``pooled`` the value of
-    all voxels together (NaN where that has no meaning). ``missed`` is the number of missed classes in all cases
-    together. ``channel`` is that of the rows.
+    ``mean`` is the mean over the ``cases`` where the metric is defined, without the ``undefined`` ones. ``low`` to
+    ``high`` is its 95% bootstrap interval over cases, or over groups of cases if there are groups. ``pooled`` is the
+    value of all voxels together, NaN if that has no meaning. ``missed`` counts the missed classes of all cases.
     """
 
     region: str
@@ -76,8 +74,8 @@ class Results:
         reliability: Region to reliability data, for the top label and for every predicted class.
         diagnosis: Findings in words and numbers.
 
-    Of multi-label data, rows without a channel are means over the channels, ``reliability`` has the same for each
-    channel by its name, and ``channel(name)`` are the results of one.
+    For multi-label data, rows without a channel are means over the channels, ``reliability`` and ``diagnosis`` have
+    an entry for each channel, and ``channel(name)`` gives the results of one.
 
     Examples:
         >>> rows = [Row("a", "everything", "ece", 0.1, 9), Row("b", "everything", "ece", 0.3, 9)]
@@ -94,7 +92,7 @@ class Results:
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, metric: str, region: str = "everything", case: str | None = POOLED, *, channel: str = "") -> float:
-        """One value; pooled over all cases unless one is named, the mean over channels unless one is named."""
+        """One value: of a case or, by default, pooled; of a channel or, by default, the mean over channels."""
         row = self._columns.get((channel, region, metric), {}).get(case)
         if row is not None:
             return row.value
@@ -106,7 +104,7 @@ class Results:
         )
 
     def values(self, metric: str, region: str = "everything", *, channel: str = "") -> dict[str, float]:
-        """The values of every case, by its name; means over channels unless one is named."""
+        """The value of every case, by name: of a channel or, by default, the mean over channels."""
         rows = self._columns.get((channel, region, metric), {})
         return {case: row.value for case, row in rows.items() if case is not POOLED}
 
@@ -120,11 +118,11 @@ class Results:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The names of the channels of multi-label data; none of ordinary data."""
+        """The names of the channels of multi-label data; empty for ordinary data."""
         return tuple(self.about.get("channels") or ())
 
     def channel(self, name: str) -> Self:
-        """The results of one channel of multi-label data, as those of ordinary data."""
+        """The results of one channel of multi-label data, in the form of those of ordinary data."""
         if name not in self.channels:
             raise InputError(f"channel {name!r}", expected=f"one of {', '.join(self.channels) or 'none'}")
         return replace(
@@ -136,17 +134,17 @@ class Results:
         )
 
     def summary(self, *, seed: int = 0) -> list[SummaryRow]:
-        """Every metric in every region and channel over all cases, in the order of the rows."""
+        """Every metric in every region and channel, summarised over all cases, in the order of the rows."""
         return [_summarise(list(rows.values()), self.groups, seed) for rows in self._columns.values()]
 
     @property
     def groups(self) -> Mapping[str, str] | None:
-        """The group of every case, over which intervals are; None where cases are independent."""
+        """The group of every case, for the bootstrap; None if cases are independent."""
         groups = self.about.get("groups")
         return None if groups is None else groups["cases"]
 
     def notes(self) -> list[str]:
-        """What to know of the intervals."""
+        """What the user should know about the intervals."""
         if self.groups is None:
             return []
         count = len(set(self.groups.values()))
@@ -154,7 +152,7 @@ class Results:
         return [f"intervals are over {count} group{'s' * (count != 1)} of cases, not over single cases{few}"]
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Everything as JSON (NaN and infinities as null and texts); also written to ``path`` where one is given."""
+        """Everything as JSON, with null for NaN and texts for infinities. Also written to ``path`` if given."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         if path is not None:
             with atomic_path(Path(path)) as temporary:
@@ -202,7 +200,7 @@ class Results:
 
 
 def mean_over_channels(channels: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of some channels, which are alike but for their values, as rows of their means.
+    """Average the rows of several channels, which differ only in their values.
 
     Examples:
         >>> one, other = [Row("a", "everything", "ece", 0.1, 9)], [Row("a", "everything", "ece", 0.3, 9)]

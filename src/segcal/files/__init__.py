@@ -1,1 +1,1 @@
-"""Outputs that are whole or not there: atomic files, folders that segcal owns."""
+"""Writing files and folders safely, and numbers as JSON can hold them."""

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and never in place of what segcal did not write."""
+"""Files that appear complete or not at all, and never overwrite what segcal did not write."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from typing import Any, BinaryIO
 
 from segcal.errors import OutputError
 
-# A temporary name says which process of which machine made it, so that what a killed process left is known as such.
+# A temporary name contains the machine and the process, so that the files of killed processes can be found.
 _TEMPORARY = re.compile(r"\.segcal-tmp-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+")
-# Bytes to try a disk with: a block.
+# Bytes written to test whether a disk has space: one block.
 _PROBE = 4096
-# Written at once where space cannot be reserved otherwise.
+# Zeros written at once if the file system cannot reserve space.
 _ZEROS = 2**20
 _TOKEN, _NUMBERS = secrets.token_hex(4), itertools.count()
 
 
 @contextmanager
 def atomic_path(path: Path, *, folder: bool = False, replace: bool = False) -> Iterator[Path]:
-    """A temporary name beside ``path`` that takes its place when the block succeeds and vanishes when it fails.
+    """A temporary name beside ``path``. It is renamed to ``path`` if the block succeeds, and removed if it fails.
 
-    A file takes the place of a file, as one that is opened for writing does. A folder takes the place of nothing or of
-    an empty folder.
+    A file replaces an existing file, as opening for writing does. A folder replaces only an empty folder.
 
     Args:
-        path: Where the result goes; folders above it are made.
-        folder: The block makes a folder instead of a file.
-        replace: The folder that is there may be replaced: whoever says so knows that segcal wrote it.
+        path: Where the result goes. Missing parent folders are created.
+        folder: The block creates a folder instead of a file.
+        replace: An existing folder may be replaced, because segcal wrote it.
     """
     with writing(path):
         target = _folder_target(path, replace) if folder else _file_target(path)
@@ -55,12 +54,12 @@ def atomic_path(path: Path, *, folder: bool = False, replace: bool = False) -> I
         finally:
             _remove(temporary)
             for parent in reversed(made):
-                with suppress(OSError):  # It is not empty: another process uses it already.
+                with suppress(OSError):  # It is not empty: another process already uses it.
                     parent.rmdir()
 
 
 def check_writable(path: str | Path, *, folder: bool = False) -> None:
-    """Raise unless a file, or with ``folder`` a folder, can be written here. Called before long work; leaves no trace.
+    """Raise unless a file, or with ``folder`` a folder, can be written here. For use before long work; changes nothing.
 
     Examples:
         >>> check_writable("results.json")
@@ -76,18 +75,18 @@ def check_writable(path: str | Path, *, folder: bool = False) -> None:
         start = target if folder else target.parent
         there = next(item for item in (start, *start.parents) if item.exists())
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
-            file.write(bytes(_PROBE))  # Rights alone do not tell: the disk may be full.
+            file.write(bytes(_PROBE))  # Even with permission, the disk may be full.
 
 
 def file_name(name: Any) -> str:
-    """The name of a case or volume, checked: as part of a file name it stays in its folder and is seen there.
+    """Check that the name of a case can be part of a file name, in its folder and not hidden. Returns the name.
 
     Examples:
         >>> file_name("patient001_frame01")
         'patient001_frame01'
         >>> file_name("../../x")
         Traceback (most recent call last):
-        segcal.errors.OutputError: the name '../../x' has a '/' in it; expected a name that a file can have...
+        segcal.errors.OutputError: the name '../../x' contains '/'; expected a valid file name...
     """
     problem = None
     if not isinstance(name, str):
@@ -95,18 +94,16 @@ def file_name(name: Any) -> str:
     elif not name:
         problem = "is empty"
     elif bad := next((character for character in "/\\\0" if character in name), None):
-        problem = f"has a {bad!r} in it"
+        problem = f"contains {bad!r}"
     elif name.startswith("."):
-        problem = "starts with a dot, so that its files would be hidden"
+        problem = "starts with a dot: its files would be hidden"
     if problem:
-        raise OutputError(
-            f"the name {name!r} {problem}", expected="a name that a file can have", fix="rename it, and try again"
-        )
+        raise OutputError(f"the name {name!r} {problem}", expected="a valid file name", fix="rename it and try again")
     return str(name)
 
 
 def file_state(path: Path) -> Any:
-    """Name, size and time of a file, or of all files of a folder such as a zarr store: another where it was changed."""
+    """Name, size and time of a file, or of all files of a folder such as a zarr store. It changes with the file."""
     if path.is_dir():
         return [path.name, [file_state(item) for item in sorted(path.iterdir())]]
     try:
@@ -118,7 +115,7 @@ def file_state(path: Path) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that cannot be written into one clear error that names it."""
+    """Turn the system's errors about a file that cannot be written into one clear error that names it."""
     try:
         yield
     except OSError as error:
@@ -126,29 +123,30 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot be written ({error.strerror or str(error).partition(chr(10))[0]})",
             where=str(path),
             expected="a writable folder with enough space",
-            fix="make room, or write elsewhere, and run it again",
+            fix="free some space or choose another place, and run it again",
         ) from error
 
 
 def reserve(file: BinaryIO, size: int) -> None:
-    """Give a file its space from here on: a full disk is then an error now, not a crash of whoever maps the file."""
+    """Reserve space in a file from its position on: a full disk is an error now, not a crash of a mapped write."""
     start = file.tell()
     file.flush()
     if size and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file.fileno(), start, size)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):  # The file system cannot do it.
+            # These mean that the file system cannot reserve space.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
         else:
             return
-    end = file.seek(0, os.SEEK_END)  # What is there stays.
+    end = file.seek(0, os.SEEK_END)  # Existing content stays.
     for part in range(end, start + size, _ZEROS):
         file.write(bytes(min(_ZEROS, start + size - part)))
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; returns those that were not there, outermost first."""
+    """Create a folder and its parents. Returns those that were missing, outermost first."""
     missing = [item for item in (folder, *folder.parents) if not item.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -156,7 +154,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 @cache  # Once for each folder: a study writes thousands of files to one.
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes of this machine that were killed; nothing else has names like theirs."""
+    """Remove the temporary files of killed processes of this machine. No other files have such names."""
     with suppress(OSError):
         for item in list(folder.iterdir()):
             found = _TEMPORARY.match(item.name)
@@ -165,9 +163,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _file_target(path: Path) -> Path:
-    """Where a file is written in the end: through links, as by ``open``; what is no plain file stays."""
+    """The file that a path leads to, following links as ``open`` does. Only plain files may be replaced."""
     if "\0" in str(path):
-        raise OutputError("has a NUL character", where=repr(str(path)), expected="the name of a file")
+        raise OutputError("contains a NUL character", where=repr(str(path)), expected="the name of a file")
     target = Path(os.path.realpath(path))
     if target.is_dir() or path.name in ("", ".."):
         raise OutputError(
@@ -176,12 +174,12 @@ def _file_target(path: Path) -> Path:
     if target.exists() and not target.is_file():
         raise OutputError("is a device or pipe", where=str(path), expected="the name of a plain file")
     if target.exists() and not os.access(target, os.W_OK):
-        raise OutputError("is protected from writing", where=str(path), fix="choose another name")
+        raise OutputError("is write-protected", where=str(path), fix="choose another name")
     return target
 
 
 def _folder_target(path: Path, replace: bool) -> Path:
-    """Where a folder is written in the end: never in place of a file, a link, or a folder with something in it."""
+    """The folder that a path leads to. It never replaces a file, a link, or a folder that is not empty."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise OutputError("is a file or a link", where=str(path), expected="a new folder")
     if path.is_dir() and any(path.iterdir()) and not replace:
@@ -190,7 +188,7 @@ def _folder_target(path: Path, replace: bool) -> Path:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Put a folder in the place of another one, which is removed only then."""
+    """Replace a folder by another one. The old one is removed last."""
     aside = new.with_name(f"{new.name}-old")
     old.rename(aside)
     try:
@@ -202,14 +200,14 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def _temporary(target: Path) -> Path:
-    # Libraries choose a format by the extension. The whole name would make long names too long.
+    # Libraries choose the format by the extension. The whole name could become too long.
     suffix = "".join(target.suffixes[-2:])[-16:]
     return target.with_name(f".segcal-tmp-{_machine()}-{os.getpid()}-{_TOKEN}-{next(_NUMBERS)}{suffix}")
 
 
 @cache
 def _machine() -> str:
-    """This machine, or this container: where a process id means the same."""
+    """An id of this machine or container, within which process ids are unique."""
     try:
         space = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -218,10 +216,10 @@ def _machine() -> str:
 
 
 def _alive(process: int, token: str) -> bool:
-    """Whether the process that made a temporary file may still be writing it."""
+    """Whether the process that created a temporary file may still be running."""
     if process == os.getpid():
         return token == _TOKEN
-    if os.name == "nt":  # Asking would end the process.
+    if os.name == "nt":  # There, os.kill ends the process.
         return True
     try:
         os.kill(process, 0)
@@ -233,7 +231,7 @@ def _alive(process: int, token: str) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a temporary file or folder, if it is there."""
+    """Remove a temporary file or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

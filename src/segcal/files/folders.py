@@ -1,7 +1,7 @@
-"""Folders that segcal fills: apart from what it reads, and never over what it did not write.
+"""Output folders: apart from the input, and never overwriting what segcal did not write.
 
-A journal in the folder says what the folder holds and which files were begun or finished, so that a run that was killed
-can go on, and a file of someone else's is told from one's own.
+A journal in the folder records what the folder holds and which files were begun or finished. So a killed run can be
+resumed, and files of segcal are told from other files.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ JOURNAL = ".segcal-journal.jsonl"
 
 
 class OwnFolder:
-    """A folder to write to. Nothing is made before the first file; a run that fails before it finished one leaves none.
+    """A folder to write to. It is created with the first file, and removed if the run fails before finishing one.
 
     Args:
         folder: It must be new or empty, or with ``resume`` one that an earlier run began.
-        holds: What it holds, in a few words; another kind of folder is not resumed.
-        inputs: Folders that are read: it is none of them, lies in none and, unless ``shared``, holds none.
-        resume: Go on with what is there.
-        shared: The folder may hold other things, which stay.
+        holds: What it holds, in a few words; folders that hold something else are not resumed.
+        inputs: Folders that are read. It must not be one of them, lie in one or, unless ``shared``, contain one.
+        resume: Continue an earlier run.
+        shared: The folder may hold other files, which are left alone.
 
     Examples:
         >>> import tempfile
@@ -77,11 +77,11 @@ class OwnFolder:
     def _foreign(self, holds: str | None, resume: bool) -> OutputError:
         problem = f"holds {holds} already" if holds else "is not empty"
         if resume:
-            problem += f", and not {self._holds} that could be resumed"
+            problem += f", not {self._holds} that could be resumed"
         return OutputError(problem, where=str(self.folder), expected="a new folder", fix="choose another folder")
 
     def check_own(self, relative: str) -> None:
-        """Raise if there is something in a folder of this one that no earlier run wrote."""
+        """Raise if a subfolder holds something that no earlier run wrote."""
         with writing(self.folder):
             items = sorted((self.folder / relative).iterdir()) if (self.folder / relative).is_dir() else []
         for path in items:
@@ -89,13 +89,13 @@ class OwnFolder:
                 raise self._not_ours(path)
 
     def claim(self, relative: str) -> Path:
-        """The path of a file to write, which is ours from now on: it was not there, or an earlier run wrote it."""
+        """The path of a file to write. Raises if it exists and no earlier run wrote it."""
         path = self.folder / relative
         parent = Path(os.path.realpath(path.parent))
         if not parent.is_relative_to(os.path.realpath(self.folder)):
             raise OutputError("leads out of the output folder", where=str(path), fix="choose another folder")
         if relative in self._claimed:
-            raise OutputError("is written a second time", where=str(path), expected="a name of its own for every case")
+            raise OutputError("is written a second time", where=str(path), expected="a different name for every case")
         if path.is_symlink() or (path.exists() and relative not in self._known):
             raise self._not_ours(path)
         self._claimed.add(relative)
@@ -103,9 +103,7 @@ class OwnFolder:
         return path
 
     def _not_ours(self, path: Path) -> OutputError:
-        return OutputError(
-            "is there already, and segcal did not write it", where=str(path), fix="choose another folder"
-        )
+        return OutputError("exists already, and segcal did not write it", where=str(path), fix="choose another folder")
 
     def note(self, record: dict[str, Any]) -> None:
         """Add a line to the journal."""
@@ -114,14 +112,14 @@ class OwnFolder:
         self.records.append(record)
 
     def begin(self) -> None:
-        """Make the folder, if it is not there, and say in its journal what it holds."""
+        """Create the folder if it is missing, and record in its journal what it holds."""
         if self._made is not None:
             return
         with writing(self.folder):
             self._made = make_folders(self.folder)
         if not self._own:
             self._append(json.dumps({"holds": self._holds}) + "\n")
-        elif self._cut:  # The program was killed while it wrote the last line.
+        elif self._cut:  # The program was killed while writing the last line.
             self._append("\n")
 
     def _append(self, text: str) -> None:
@@ -144,9 +142,9 @@ class OwnFolder:
 
 
 def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False) -> None:
-    """Raise if an output folder is one of the folders that are read, lies in one or holds one, through links too.
+    """Raise if an output folder is an input folder, lies in one or contains one. Links are followed.
 
-    With ``may_hold`` it may hold them: for files that have names of their own, or are never written over others.
+    With ``may_hold`` it may contain them, for outputs that never overwrite other files.
 
     Examples:
         >>> check_apart(Path("study/calibrated"), [Path("study/logits"), Path("study/labels")])
@@ -169,7 +167,7 @@ def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False)
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one folder, by name or, where both exist, by what the file system says."""
+    """Whether two paths lead to the same folder, by name or, if both exist, by the file system."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     try:
@@ -179,7 +177,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _parse_line(line: str) -> dict[str, Any] | None:
-    """A journal record; one may have been cut off when the program was killed."""
+    """A journal record; None for a line that was cut off when the program was killed."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -12,8 +12,8 @@ import torch
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch use ``count`` threads in this block.
 
-    Light work on many small tensors runs best on one: torch's threads spin while they wait, and where other threads
-    want the cores (numba's, or those that read ahead) each operation may take many times as long.
+    Light work on many small tensors is fastest on one thread: torch's threads spin while they wait, and if other
+    threads need the cores (those of numba, or of reading ahead) each operation may take many times as long.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -25,7 +25,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def blas_threads(count: int) -> Iterator[None]:
-    """Let numpy's and scipy's linear algebra use ``count`` threads in this block; for the same reason."""
+    """Let the linear algebra of numpy and scipy use ``count`` threads in this block, for the same reason."""
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     with threadpool_limits(count, user_api="blas"):
