@@ -32,13 +32,19 @@ class Loss(nn.Module):
     translation_invariant: ClassVar[bool] = True
     neighbourhood: ClassVar[bool] = False
     views: ClassVar[int] = 1
+    _signature: ClassVar[inspect.Signature]
     class_weights: Tensor | None
     base: Any
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "function" in cls.__dict__ and "__init__" not in cls.__dict__:  # so that help() shows the options
-            cls.__signature__ = cls._signature()  # type: ignore[attr-defined]
+        if "function" in cls.__dict__:
+            parameters = _all_parameters(cls.function)
+            cls._signature = inspect.Signature([one for one in parameters if one.default is not one.empty])
+            # So that help() and notebooks show all options.
+            cls.function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            if "__init__" not in cls.__dict__:
+                cls.__signature__ = cls._signature  # type: ignore[attr-defined]
 
     def __init__(self, *values: Any, **options: Any) -> None:
         super().__init__()
@@ -46,7 +52,7 @@ class Loss(nn.Module):
         for name in options:
             if name not in defaults:
                 raise TypeError(f"{type(self).__name__} has no option {name!r}, only {', '.join(defaults)}")
-        self._options = {**defaults, **self._signature().bind(*values, **options).arguments}
+        self._options = {**defaults, **self._signature.bind(*values, **options).arguments}
         class_weights = self._options.pop("class_weights")
         self._has_base = "base" in defaults
         if self._has_base:
@@ -62,18 +68,9 @@ class Loss(nn.Module):
         return cls(**options)
 
     @classmethod
-    def _signature(cls) -> inspect.Signature:
-        """The options of the function: parameters with a default, and the shared ``**options``."""
-        parameters = inspect.signature(cls.function).parameters.values()
-        shared = get_type_hints(cls.function).get("options")  # Unpack[a TypedDict]
-        names = () if shared is None else shared.__args__[0].__annotations__
-        common = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name]) for name in names]
-        return inspect.Signature([*(one for one in parameters if one.default is not one.empty), *common])
-
-    @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The options and their defaults."""
-        return {name: one.default for name, one in cls._signature().parameters.items()}
+        return {name: one.default for name, one in cls._signature.parameters.items()}
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of ``logits (B, C, *S)`` and ``labels (B, *S)``."""
@@ -89,3 +86,12 @@ class Loss(nn.Module):
     def extra_repr(self) -> str:
         """The options."""
         return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+
+
+def _all_parameters(function: Callable[..., Tensor]) -> list[inspect.Parameter]:
+    """The parameters of a loss function, with the options in place of ``**options``."""
+    parameters = inspect.signature(function).parameters.values()
+    shared = get_type_hints(function).get("options")  # Unpack[a TypedDict]
+    names = () if shared is None else shared.__args__[0].__annotations__
+    common = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name]) for name in names]
+    return [*(one for one in parameters if one.kind is not one.VAR_KEYWORD), *common]
