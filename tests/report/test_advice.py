@@ -60,7 +60,7 @@ def test_the_methods_are_sorted_by_what_they_are_chosen_by(browser, reports):
     with opened(browser, address) as page:
         nll = means(study, "nll")
         assert [nll[key] for key in keys(page)[:-1]] == sorted(nll.values())
-        assert "chosen by NLL on validation cases" in page.locator("#methods caption").inner_text()
+        assert "chosen by NLL on the validation cases" in page.locator("#methods caption").inner_text()
 
 
 def test_shifted_data_have_intervals_and_say_who_loses(browser, reports):
@@ -75,7 +75,7 @@ def test_shifted_data_have_intervals_and_say_who_loses(browser, reports):
         page.locator("#shift").get_by_label("Metric").select_option("ece")
         page.locator("#shift summary").click()
         cell = page.locator("#shift tbody tr").filter(has_text="order kept").locator("td").last
-        assert "worse than none" in cell.inner_text()
+        assert "worse than uncalibrated" in cell.inner_text()
         assert "worse than ts" in cell.inner_text()
 
 

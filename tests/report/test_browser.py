@@ -58,7 +58,7 @@ def test_channels_are_shown_one_by_one(browser, reports):
         chooser.select_option(index=1)
         assert "Pooled ECE" in page.locator("#reliability").inner_text()
         words = page.locator("#diagnosis .findings").inner_text()
-        assert f"too sure in liver; not sure enough in {HOSTILE}" in words
+        assert f"overconfident in liver; underconfident in {HOSTILE}" in words
 
 
 def test_the_headline_says_what_how_and_how_sure(browser, reports):
@@ -181,7 +181,7 @@ def test_reliability_by_class_region_and_method(browser, reports):
         section.get_by_label("Region", exact=True).select_option("shifted: fog strong")
         assert section.get_by_label("Predicted class").input_value() == ""
         assert section.get_by_label("Predicted class").locator("option:disabled").count() == 4
-        assert "sure" in facts.inner_text()
+        assert "confidence" in facts.inner_text()
 
 
 def test_chips_add_and_remove_lines_everywhere(browser, reports):

@@ -1,4 +1,4 @@
-// Calibration against the distance to the nearest boundary between labels.
+// Calibration by distance to the nearest label boundary.
 function bandsSection() {
   const names = [...new Set(study.bands.map((row) => row.band))];
   if (!names.length) return null;
@@ -13,7 +13,7 @@ function bandsSection() {
   const drawn = lineChart(() => {
     const [title, value] = measures[measure];
     return {
-      label: `${title} by distance to the boundary. Arrow keys walk through the points.`,
+      label: `${title} by distance to the boundary. Use the arrow keys to go through the points.`,
       stops: bands.map((band) => ({ text: bandName(band), short: bandName(band).replace(/ .*/, "") })),
       xLabel: `Distance to the nearest boundary (${bands[0].unit === "mm" ? "mm" : voxels})`,
       yLabel: title,
@@ -27,8 +27,8 @@ function bandsSection() {
         return [
           ["ECE", fixed(row.ece, 4)],
           ["NLL", fixed(row.nll, 4)],
-          ["Sure", share(row.confidence, 1)],
-          ["Right", share(row.accuracy, 1)],
+          ["Confidence", share(row.confidence, 1)],
+          ["Accuracy", share(row.accuracy, 1)],
           [capital(voxels), whole(row.count)],
         ];
       },
@@ -36,8 +36,8 @@ function bandsSection() {
   });
   return section(
     "boundary",
-    "Near the edges of structures",
-    "Most mistakes are made where one structure meets another. A calibrator that only looks good far from the edges is of little use there.",
+    "Near boundaries",
+    "Most errors occur where structures meet. A calibrator that only works far from boundaries is of little use there.",
     controls(
       segments(
         "Measure",

@@ -30,14 +30,14 @@ function classColour(index) {
   return `rgb(${channel(0)} ${channel(1)} ${channel(2)})`;
 }
 
-const confidenceKey = () => ramp(CONFIDENCE_COLOURS, ["0%", "50%", "100% sure"]);
+const confidenceKey = () => ramp(CONFIDENCE_COLOURS, ["0%", "50%", "100%"]);
 const PANELS = {
   image: ["Image"],
   label: ["True label"],
   prediction: ["Prediction"],
   "confidence before": ["Confidence before", confidenceKey],
   "confidence after": ["Confidence after", confidenceKey],
-  temperature: ["Temperature", () => ramp(TEMPERATURE_COLOURS, ["surer", "less sure"])],
+  temperature: ["Temperature", () => ramp(TEMPERATURE_COLOURS, ["more confident", "less confident"])],
   error: ["Errors", () => swatches([[WRONG_COLOUR, "wrong"], IGNORED_COLOUR])],
   flips: [
     "Changed labels",

@@ -1,4 +1,4 @@
-// The channels of multi-label data, each measured on its own; everywhere else on the page is their mean.
+// The channels of multi-label data, each measured on its own. The rest of the page shows means over channels.
 function channelsSection() {
   const shown = ["nll", "ece"].filter((id) => measured.some((metric) => metric.id === id));
   if (!study.channels.length || !shown.length) return null;
@@ -26,38 +26,18 @@ function channelsSection() {
   return section(
     "channels",
     "Channel by channel",
-    `The ${plural(channels.length, "channel")} may overlap, so each is a question of its own: inside or outside. Every method has a map for each. Where the page names no channel, it shows means over the channels.`,
-    scrolling(
-      "NLL and ECE of all methods in every channel",
-      html(
-        "table",
-        { class: "matrix" },
-        html("caption", {}, `${regionName(mainRegion)}, means over test cases with 95% intervals. The best mean of each column is marked.`),
-        html(
-          "thead",
-          {},
-          html(
-            "tr",
-            {},
-            html("th", { scope: "col", class: "text" }, "Method"),
-            columns.map(({ name, metric }) =>
-              html("th", { scope: "col" }, name, html("span", { class: "fine" }, metricName(metric))),
-            ),
-          ),
+    `The ${plural(channels.length, "channel")} may overlap, so each is calibrated on its own: inside or outside. Where the page names no channel, it shows means over the channels.`,
+    gridTable({
+      label: "NLL and ECE of all methods in every channel",
+      caption: `${regionName(mainRegion)}: means over the test cases with 95% intervals. The best mean of each column is marked.`,
+      kind: "matrix",
+      heads: [
+        "Method",
+        ...columns.map(({ name, metric }) =>
+          html("th", { scope: "col" }, name, html("span", { class: "fine" }, metricName(metric))),
         ),
-        html(
-          "tbody",
-          {},
-          working.map((method) =>
-            html(
-              "tr",
-              {},
-              html("th", { scope: "row" }, method.name),
-              columns.map((column) => cell(method, column)),
-            ),
-          ),
-        ),
-      ),
-    ),
+      ],
+      rows: working.map((method) => [method.name, columns.map((column) => cell(method, column))]),
+    }),
   );
 }

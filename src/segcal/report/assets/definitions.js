@@ -1,6 +1,6 @@
-// What every number means and how to make them again.
+// What every number means, and how to reproduce it.
 const SETTINGS = {
-  fractions: "Shares for calibration, validation and test",
+  fractions: "Shares of calibration, validation and test",
   tune: "Tuning",
   select: "Tuned by",
   pooling: "Pooling of members",
@@ -13,7 +13,7 @@ function definitionsSection() {
   const { about, timings } = study;
   return section(
     "definitions",
-    "Definitions and how this was made",
+    "Definitions, and how to reproduce this",
     null,
     html("h3", {}, "Metrics"),
     html(
@@ -56,7 +56,7 @@ function definitionsSection() {
       ["Made", timings?.created ?? "–"],
       ["Time", timings?.total_seconds ? `${brief(timings.total_seconds)} s` : "–"],
     ]),
-    html("details", {}, html("summary", {}, "Fits: what every method did with the calibration cases"), fitsTable()),
+    html("details", {}, html("summary", {}, "Fits: how every method was fitted to the calibration cases"), fitsTable()),
     html("details", {}, html("summary", {}, "Splits: which case was used for what"), study.splits.map(splitList)),
     html("h3", {}, "Files in this folder"),
     html(
@@ -98,57 +98,26 @@ function facts(rows) {
 
 function fitsTable() {
   const seconds = (key) => study.timings?.per_method?.[key];
-  return scrolling(
-    "Fits",
-    html(
-      "table",
-      {},
-      html(
-        "thead",
-        {},
-        html(
-          "tr",
-          {},
-          [
-            "Method",
-            "Repeat",
-            "NLL before",
-            "NLL after",
-            "Validation NLL",
-            "Converged",
-            capital(voxels),
-            "Fit time",
-            "Notes",
-          ].map((title, index, all) =>
-            html("th", { scope: "col", class: index && index < all.length - 1 ? "" : "text" }, title),
-          ),
-        ),
-      ),
-      html(
-        "tbody",
-        {},
-        study.fits.map((fit) =>
-          html(
-            "tr",
-            {},
-            html("th", { scope: "row" }, nameOf(fit.method)),
-            [
-              whole(fit.repeat + 1),
-              brief(fit.nll_before),
-              brief(fit.nll_after),
-              fit.validation_nll
-                ? `${brief(fit.validation_nll.mean)} ± ${brief(fit.validation_nll.standard_error)}`
-                : "–",
-              fit.converged ? "yes" : "no",
-              shortCount(fit.voxels_used),
-              seconds(fit.method) ? `${brief(seconds(fit.method).fit_seconds)} s` : "–",
-            ].map((text) => html("td", {}, text)),
-            html("td", { class: "text notes" }, (fit.notes ?? []).join(" ")),
-          ),
-        ),
-      ),
-    ),
-  );
+  const titles = ["Method", "Repeat", "NLL before", "NLL after", "Validation NLL", "Converged", capital(voxels), "Fit time"];
+  return gridTable({
+    label: "Fits",
+    heads: [...titles, html("th", { scope: "col", class: "text" }, "Notes")],
+    rows: study.fits.map((fit) => [
+      nameOf(fit.method),
+      [
+        whole(fit.repeat + 1),
+        brief(fit.nll_before),
+        brief(fit.nll_after),
+        fit.validation_nll
+          ? `${brief(fit.validation_nll.mean)} ± ${brief(fit.validation_nll.standard_error)}`
+          : "–",
+        fit.converged ? "yes" : "no",
+        shortCount(fit.voxels_used),
+        seconds(fit.method) ? `${brief(seconds(fit.method).fit_seconds)} s` : "–",
+        html("td", { class: "text notes" }, (fit.notes ?? []).join(" ")),
+      ],
+    ]),
+  });
 }
 
 function splitList(split, repeat) {

@@ -1,16 +1,8 @@
-// Where the network is too sure and where not sure enough, before and after.
-const VERDICT_WORDS = {
-  overconfident: "too sure",
-  underconfident: "not sure enough",
-  balanced: "balanced",
-  undefined: "undefined",
-  mixed: "mixed",
-};
-
+// Where the network is overconfident and where underconfident, before and after.
 const GAUGE = {
-  none: "It hardly varies here, so calibrators that see it are safe.",
-  some: "It varies somewhat here: prefer translation-invariant calibrators, which cannot see it.",
-  high: "It varies a lot here: calibrators that are not translation invariant may latch on to it and fail on new data.",
+  none: "It hardly varies here, so calibrators that depend on it are safe.",
+  some: "It varies somewhat here: prefer translation-invariant calibrators, which ignore it.",
+  high: "It varies a lot here: calibrators that are not translation invariant may depend on it and fail on new data.",
   undefined: "It could not be measured here.",
 };
 
@@ -28,8 +20,8 @@ function diagnosisSection() {
   const threshold = study.diagnosis[BASELINE].threshold;
   return section(
     "diagnosis",
-    "What exactly is off",
-    `How surprised the network is by the truth minus how unsure it claims to be (NLL − entropy). Above 0 it is too sure, below 0 not sure enough; within ±${Number(threshold)} counts as balanced. Classes are the predicted ones; the cases are those of the first repeat.`,
+    "What exactly is wrong",
+    `NLL − entropy compares how surprised the network is by the labels with how uncertain it claims to be. Above 0 it is overconfident, below 0 underconfident; within ±${Number(threshold)} it counts as balanced. Classes are the predicted ones; the cases are the test cases of the first repeat.`,
     known.length
       ? controls(
           chooser("After", known, method, (key) => {
@@ -61,25 +53,25 @@ function findings(method) {
     const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
     const named = Object.entries(counts)
       .filter(([, count]) => count)
-      .map(([word, count]) => `${count} ${VERDICT_WORDS[word]}`);
+      .map(([word, count]) => `${count} ${word}`);
     return `${named.length ? listed(named) : "none"} of ${plural(total, "case")}`;
   };
   const verdict = (key, scope) => {
-    if (!channels.length) return `${VERDICT_WORDS[of(key).set.verdict]}${scope}: ${images(key)}`;
+    if (!channels.length) return `${of(key).set.verdict}${scope}: ${images(key)}`;
     const words = new Map();
     for (const [name, { set }] of Object.entries(of(key).channels)) {
       words.set(set.verdict, [...(words.get(set.verdict) ?? []), name]);
     }
-    return [...words].map(([word, names]) => `${VERDICT_WORDS[word]} in ${listed(names)}`).join("; ");
+    return [...words].map(([word, names]) => `${word} in ${listed(names)}`).join("; ");
   };
   const { free_energy_std: spreadOf, risk } = of(BASELINE).gauge;
   return [
-    `Before, the network is ${verdict(BASELINE, " on the whole")}.`,
+    `Before, the network is ${verdict(BASELINE, " overall")}.`,
     of(method) && method !== BASELINE ? `After ${nameOf(method)}, it is ${verdict(method, "")}.` : null,
     // The scores of a channel have no offset.
     channels.length
       ? null
-      : `Free energy, the offset of the logits that probabilities do not see, has a spread of ${brief(spreadOf)} nats within a case. ${GAUGE[risk]}`,
+      : `Free energy, the offset of the logits that does not affect probabilities, has a spread of ${brief(spreadOf)} nats within a case. ${GAUGE[risk]}`,
   ].filter(Boolean);
 }
 
@@ -110,7 +102,7 @@ function drawDiagnosis(width, method) {
     top: 18,
     x,
     y: { low: 0, high: 1, ticks: [] },
-    label: "Over- and underconfidence before and after. Arrow keys walk through the rows.",
+    label: "Over- and underconfidence before and after. Use the arrow keys to go through the rows.",
   });
   const threshold = study.diagnosis[BASELINE].threshold;
   const zone = [Math.max(x.low, -threshold), Math.min(x.high, threshold)].map(plot.across);
@@ -123,8 +115,8 @@ function drawDiagnosis(width, method) {
       height: plot.bottom - plot.top,
     }),
     svg("line", { class: "zero", x1: plot.across(0), x2: plot.across(0), y1: plot.top, y2: plot.bottom }),
-    svg("text", { class: "corner over", x: plot.right, y: 12, "text-anchor": "end" }, "too sure →"),
-    x.low < 0 ? svg("text", { class: "corner under", x: plot.left, y: 12 }, "← not sure enough") : null,
+    svg("text", { class: "corner over", x: plot.right, y: 12, "text-anchor": "end" }, "overconfident →"),
+    x.low < 0 ? svg("text", { class: "corner under", x: plot.left, y: 12 }, "← underconfident") : null,
   );
   const points = rows.map(([name, before, now], index) => {
     const y = plot.top + (index + 0.5) * line + (narrow ? 8 : 0);
@@ -145,7 +137,7 @@ function drawDiagnosis(width, method) {
         : null,
     );
     plot.root.append(node);
-    const text = (finding) => `${signed(finding.balance, 3)}, ${VERDICT_WORDS[finding.verdict]}`;
+    const text = (finding) => `${signed(finding.balance, 3)}, ${finding.verdict}`;
     return {
       x: to,
       y,

@@ -90,7 +90,27 @@ function controls(...children) {
   return html("div", { class: "controls" }, children);
 }
 
-// A wide table scrolls in its own box, never the page.
+// A table that names its columns (texts, or th elements) and rows ([name, cells], with texts or td elements as cells).
+function gridTable({ label, caption, kind, heads, rows }) {
+  const cellOf = (tag, attributes) => (content) => (content instanceof Node ? content : html(tag, attributes, content));
+  const head = (content, index) => cellOf("th", { scope: "col", class: index ? null : "text" })(content);
+  return scrolling(
+    label,
+    html(
+      "table",
+      { class: kind },
+      caption ? html("caption", {}, caption) : null,
+      html("thead", {}, html("tr", {}, heads.map(head))),
+      html(
+        "tbody",
+        {},
+        rows.map(([name, cells]) => html("tr", {}, html("th", { scope: "row" }, name), cells.map(cellOf("td", {})))),
+      ),
+    ),
+  );
+}
+
+// A wide table scrolls in its own box; the page does not.
 function scrolling(label, content) {
   return html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, content);
 }

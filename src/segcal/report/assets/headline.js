@@ -1,4 +1,4 @@
-// What was wrong, what fixes it, how sure we are, and what to do next. The words are those of the study.
+// What was wrong, what fixes it, how certain that is, and what to do next. The words come from the study.
 function headlineSection() {
   const { recommendation } = study;
   const advised = recommendation.method;
@@ -46,7 +46,7 @@ function factsLine() {
     .join(" · ");
 }
 
-// What is wrong and what to use, then what that costs.
+// What is wrong and what to use; then what that costs.
 function headlineWords(advised) {
   const plain = advised ? `${nameOf(advised)} is recommended.` : "No method met the constraints.";
   const told = study.recommendation.headline ?? [{ text: plain, tone: "plain" }];
@@ -62,11 +62,11 @@ function headlineWords(advised) {
 }
 
 function afterText(advised) {
-  const name = `Before is the network as it is, after is ${nameOf(after)}`;
-  const means = "numbers are means over test cases that played no part in fitting";
+  const name = `"Before" is the uncalibrated network, "after" is ${nameOf(after)}`;
+  const means = "the numbers are means over test cases that were not used for fitting";
   return after === advised
     ? `${name}; ${means}.`
-    : `${name}, the best on validation cases though not recommended; ${means}.`;
+    : `${name}, the best on the validation cases, though not recommended; ${means}.`;
 }
 
 function flipped(key) {
@@ -86,14 +86,14 @@ function cards() {
       ? html(
           "div",
           { class: "card" },
-          html("h3", {}, "How sure, how often right"),
+          html("h3", {}, "Confidence and accuracy"),
           html(
             "dl",
             { class: "pairs" },
             pair("Before", before),
             own ? pair("After", now, Math.abs(now.sure - now.right) < Math.abs(before.sure - before.right)) : null,
           ),
-          html("p", { class: "fine" }, `Mean confidence and accuracy over ${shortCount(before.count)} test ${voxels}.`),
+          html("p", { class: "fine" }, `Means over ${shortCount(before.count)} test ${voxels}.`),
         )
       : null,
     [firstMetric("nll"), firstMetric("ece")]
@@ -109,7 +109,7 @@ function cards() {
             "p",
             { class: "fine" },
             flipped(after) === 0
-              ? `The mask stays exactly as it was, in all ${shortCount(moved.compared)} test ${voxels}.`
+              ? `The mask stays exactly the same in all ${shortCount(moved.compared)} test ${voxels}.`
               : `${whole(moved.harmful)} for the worse, ${whole(moved.beneficial)} for the better, ${whole(moved.neutral)} from wrong to wrong, of ${shortCount(moved.compared)}.`,
           ),
         )
@@ -125,9 +125,9 @@ function pair(when, { sure, right }, closer = false) {
       "dd",
       {},
       html("span", { class: name }, share(sure, 1)),
-      " sure, ",
+      " confidence, ",
       html("span", { class: name }, share(right, 1)),
-      " right",
+      " accuracy",
     ),
   ];
 }
@@ -144,7 +144,7 @@ function numberCard(metric, own) {
   return html(
     "div",
     { class: "card" },
-    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", the criterion" : ""),
+    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", used to choose" : ""),
     html(
       "p",
       { class: "big" },
@@ -201,7 +201,7 @@ function deployBox(advised) {
       "aside",
       { class: "deploy" },
       html("h3", {}, "Use it"),
-      html("p", {}, `Fit it with segcal fit --method ${methodOf.get(advised).id}; this study did not save it.`),
+      html("p", {}, `This study did not save it. Fit it with segcal fit --method ${methodOf.get(advised).id}.`),
     );
   const command = `segcal apply ${file} NEW_DATA/ -o calibrated/`;
   const button = html("button", { type: "button", class: "quiet", on: { click: () => copy(command, button) } }, "Copy");
@@ -212,7 +212,7 @@ function deployBox(advised) {
     html(
       "p",
       {},
-      `${nameOf(advised)}, fitted on the calibration and validation cases, is saved beside this page as `,
+      `${nameOf(advised)}, fitted on the calibration and validation cases, is saved next to this page as `,
       html("a", { href: file, download: true }, file),
       how ? ` (${how})` : "",
       ". In this folder, run",
@@ -226,7 +226,7 @@ function copy(text, button) {
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), 1600);
   };
-  // Pages opened from disk may not use the clipboard: then the text is selected, ready to be copied by hand.
+  // Pages opened from disk may not use the clipboard. Then the text is selected, to be copied by hand.
   const select = () => getSelection().selectAllChildren(button.previousElementSibling);
   navigator.clipboard ? navigator.clipboard.writeText(text).then(done, select) : select();
 }

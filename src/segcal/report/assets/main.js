@@ -28,7 +28,7 @@ function buildPage() {
     html(
       "footer",
       {},
-      `Made by segcal ${study.about.versions?.segcal ?? ""}. This page is complete in itself and loads nothing.`,
+      `Made by segcal ${study.about.versions?.segcal ?? ""}. This page is self-contained and loads nothing.`,
     ),
   );
   followScrolling(contents);

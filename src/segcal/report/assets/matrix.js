@@ -1,4 +1,4 @@
-// All metrics of all methods at once, as a paper would print them.
+// All metrics of all methods in one table, as in a paper.
 function allMetrics({ region }) {
   const rowOf = (method, id) => lookUp(summaries, method.key, region, id);
   const columns = measured
@@ -26,25 +26,11 @@ function allMetrics({ region }) {
   const heads = columns.map(({ metric }) =>
     html("th", { scope: "col" }, metric.name, html("span", { class: "fine" }, direction(metric.id), binsOf(metric.id))),
   );
-  return scrolling(
-    "All metrics of all methods",
-    html(
-      "table",
-      { class: "matrix" },
-      html("caption", {}, `${regionName(region)}. The best mean of each column is marked; "worse" is worse than uncalibrated beyond chance.`),
-      html("thead", {}, html("tr", {}, html("th", { scope: "col", class: "text" }, "Method"), heads)),
-      html(
-        "tbody",
-        {},
-        working.map((method) =>
-          html(
-            "tr",
-            {},
-            html("th", { scope: "row" }, method.name),
-            columns.map((column) => cell(method, column)),
-          ),
-        ),
-      ),
-    ),
-  );
+  return gridTable({
+    label: "All metrics of all methods",
+    caption: `${regionName(region)}. The best mean of each column is marked; "worse" means worse than uncalibrated beyond chance.`,
+    kind: "matrix",
+    heads: ["Method", ...heads],
+    rows: working.map((method) => [method.name, columns.map((column) => cell(method, column))]),
+  });
 }

@@ -1,7 +1,7 @@
 // The table of methods: one metric with its intervals drawn, or all metrics at once.
 const KEEPS = {
-  order: ["Keeps order", "The ranking of classes stays the same everywhere, so every label does."],
-  argmax: ["Keeps labels", "Every label stays the same; the ranking behind it may change."],
+  order: ["Keeps order", "The order of the classes stays the same everywhere, and so does every label."],
+  argmax: ["Keeps labels", "Every label stays the same; the order of the other classes may change."],
   none: ["May change labels", "Labels can change."],
 };
 
@@ -30,7 +30,7 @@ function methodsSection() {
   return section(
     "methods",
     "Methods side by side",
-    "Each value is the mean over test cases the method has never seen, with the range that holds the true mean in 95 of 100 such studies. Click a heading to sort.",
+    "Each value is a mean over test cases that were not used for fitting, with its 95% interval. Click a heading to sort.",
     controls(
       metricChooser,
       chooser("Region", regionOptions, state.region, (region) => {
@@ -154,7 +154,7 @@ function keepsCell(method) {
     : html(
         "span",
         { class: "fine", title: "Adding a constant to all logits of a voxel changes the result." },
-        "sees the offset",
+        "depends on the offset",
       );
   return [html("span", { class: "keeps", title: hint }, text), invariant];
 }
@@ -271,7 +271,7 @@ function oneMetric(state, refresh) {
         html(
           "caption",
           {},
-          `${metricName(state.metric)}${binsOf(state.metric)}, ${regionName(state.region).toLowerCase()}: ${direction(state.metric)}. The dashed line is the uncalibrated network; "worse" is worse than it beyond chance. Methods are chosen by ${metricName(CRITERION)} on validation cases.`,
+          `${metricName(state.metric)}${binsOf(state.metric)}, ${regionName(state.region).toLowerCase()}: ${direction(state.metric)}. The dashed line is the uncalibrated network; "worse" means worse than that beyond chance. Methods are chosen by ${metricName(CRITERION)} on the validation cases.`,
         ),
         html("thead", {}, html("tr", {}, heads)),
         html(

@@ -5,7 +5,7 @@ const BASELINE = "uncalibrated";
 // The metric that methods are chosen by, on validation cases.
 const CRITERION = "nll";
 const data = study.about.data;
-// Of multi-label data, where every channel is a two-class problem of its own.
+// For multi-label data: every channel is a two-class problem of its own.
 const channels = data.channel_names ?? [];
 const voxels = data.spatial_rank === 3 ? "voxels" : "pixels";
 const methods = study.methods;
@@ -28,7 +28,7 @@ const reliabilities = tableOf(study.reliability, "method", "region", "class");
 const regions = [...new Set(study.summary.map((row) => row.region))];
 const measured = study.metrics.filter((metric) => study.summary.some((row) => row.metric === metric.id));
 
-// What the page calls "after": the recommended method, or the best one where the advice is to leave the model alone.
+// What the page calls "after": the recommended method, or the best one if the advice is to leave the scores uncalibrated.
 const after =
   [study.recommendation.shown, study.recommendation.method, study.recommendation.best, working[working.length - 1]?.key].find(
     (key) => key && key !== BASELINE && methodOf.get(key)?.status === "ok",
@@ -111,7 +111,7 @@ function caseValues(method, region, metric) {
   });
 }
 
-// Confidence and accuracy of a whole reliability curve: how sure, how often right.
+// Mean confidence and accuracy of a whole reliability curve.
 function totals(bins) {
   let count = 0,
     confidence = 0,

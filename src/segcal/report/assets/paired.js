@@ -24,7 +24,7 @@ function pairedSection() {
   return section(
     "cases",
     "Case by case",
-    "Each dot is one test case: across, its value before; up, its value after. Beneath the diagonal the value went down. Hover over a dot, or walk with the arrow keys, to see which case it is.",
+    "Each dot is one test case: its value before (horizontal) and after (vertical). Below the diagonal the value fell. Hover over a dot, or use the arrow keys, to see which case it is.",
     controls(
       chooser("Metric", metrics, state.metric, pick("metric")),
       chooser("Region", regionOptions, state.region, pick("region")),
@@ -50,7 +50,7 @@ function pairsOf({ metric, region, method }) {
 
 function pairWords(state) {
   const pairs = pairsOf(state);
-  if (!pairs.length) return "These values are not kept in this page; they are in results.json.";
+  if (!pairs.length) return "These values are not in this page but in results.json.";
   if (metricOf.get(state.metric)?.better === "neither") return `${plural(pairs.length, "case")}.`;
   const changes = pairs.map(({ before, now }) => badness(state.metric, now) - badness(state.metric, before));
   const better = changes.filter((change) => change < 0).length;
@@ -118,7 +118,7 @@ function drawPairs(width, state) {
     width,
     height,
     left: 62,
-    label: `${name} before and after for ${pairs.length} cases. Arrow keys walk through the cases.`,
+    label: `${name} before and after for ${pairs.length} cases. Use the arrow keys to go through the cases.`,
     x: { ...limits, label: `${name} before` },
     y: { ...limits, label: `${name} after` },
   });

@@ -1,4 +1,4 @@
-// Reliability diagrams: how often the network was right, by how sure it was.
+// Reliability diagrams: accuracy by confidence.
 const FEW = 100;
 
 function reliabilitySection() {
@@ -31,7 +31,7 @@ function reliabilitySection() {
   return section(
     "reliability",
     "Does confidence match reality?",
-    `Each dot is a group of ${voxels} about which the network was similarly sure. On the diagonal it was right as often as it said. Below the diagonal it was too sure, above it not sure enough. The bars beneath count the ${voxels}, on a logarithmic scale.`,
+    `Each dot is a group of ${voxels} with similar confidence. On the diagonal, confidence equals accuracy. Below the diagonal the network is overconfident, above it underconfident. The bars below count the ${voxels} on a logarithmic scale.`,
     controls(
       chooser(
         "Region",
@@ -60,7 +60,7 @@ function panel(when, first, state) {
   const refresh = () => {
     const { count, sure, right, ece } = totals(bins());
     facts.textContent = count
-      ? `Pooled ECE ${fixed(ece, 4)} (${plural(bins().count.length, "bin")}) · ${share(sure, 1)} sure · ${share(right, 1)} right · ${shortCount(count)} ${voxels}`
+      ? `Pooled ECE ${fixed(ece, 4)} (${plural(bins().count.length, "bin")}) · confidence ${share(sure, 1)} · accuracy ${share(right, 1)} · ${shortCount(count)} ${voxels}`
       : `No ${voxels} here.`;
     drawn.redraw();
   };
@@ -89,7 +89,7 @@ function drawReliability(width, bins, label) {
   const plot = frame({
     width,
     height,
-    label: `Reliability diagram. ${label}. Arrow keys walk through the bins.`,
+    label: `Reliability diagram. ${label}. Use the arrow keys to go through the bins.`,
     bottom: beneath + 46,
     x: { ...ends, ticks: [] },
     y: { ...ends, ticks: hundredths, label: "Right" },
@@ -98,8 +98,8 @@ function drawReliability(width, bins, label) {
   const [top, base] = [plot.bottom + 14, height - 46];
   root.append(
     svg("line", { class: "diagonal", x1: across(0), y1: up(0), x2: across(1), y2: up(1) }),
-    svg("text", { class: "corner under", x: across(0.03), y: up(0.94) }, "not sure enough"),
-    svg("text", { class: "corner over", x: across(0.97), y: up(0.04), "text-anchor": "end" }, "too sure"),
+    svg("text", { class: "corner under", x: across(0.03), y: up(0.94) }, "underconfident"),
+    svg("text", { class: "corner over", x: across(0.97), y: up(0.04), "text-anchor": "end" }, "overconfident"),
     svg("line", { class: "axis", x1: plot.left, x2: plot.right, y1: base, y2: base }),
     ...hundredths.map(({ at, text }) =>
       svg("text", { class: "tick", x: across(at), y: base + 18, "text-anchor": "middle" }, text),
@@ -107,7 +107,7 @@ function drawReliability(width, bins, label) {
     svg(
       "text",
       { class: "axis-name", x: (plot.left + plot.right) / 2, y: height - 6, "text-anchor": "middle" },
-      "Sure (confidence)",
+      "Confidence",
     ),
     svg(
       "text",
@@ -133,7 +133,7 @@ function drawReliability(width, bins, label) {
     return root;
   }
   const size = 1 / bins.count.length;
-  // Most voxels are in the last bin; on a logarithmic scale the others can be seen as well.
+  // Most voxels are in the last bin; a logarithmic scale shows the others as well.
   const tallest = Math.log10(Math.max(...bins.count) + 1);
   const points = [];
   const path = [];
@@ -170,7 +170,7 @@ function drawReliability(width, bins, label) {
         [capital(voxels), `${whole(count)} (${share(count, total)})`],
         ["Mean confidence", share(confidence, 1)],
         ["Accuracy", share(accuracy, 1)],
-        ["Gap", `${signed(gap, 1)} points${Math.abs(gap) < 0.5 ? "" : gap > 0 ? ", too sure" : ", not sure enough"}`],
+        ["Gap", `${signed(gap, 1)} points${Math.abs(gap) < 0.5 ? "" : gap > 0 ? ", overconfident" : ", underconfident"}`],
       ],
     });
   });

@@ -1,8 +1,8 @@
-// Other conditions: shifted data, other numbers of bins, of calibration cases, of ensemble members.
+// Other conditions: shifted data, and other numbers of bins, calibration cases or ensemble members.
 function shiftSection() {
   if (!study.shift?.length) return null;
   const conditions = [
-    { name: "as fitted", table: summaries, changes: differences },
+    { name: "original", table: summaries, changes: differences },
     ...study.shift.map((each) => ({
       name: each.name,
       table: tableOf(each.summary, "method", "region", "metric"),
@@ -27,7 +27,7 @@ function shiftSection() {
   const rowOf = (key, index) => lookUp(conditions[index].table, key, mainRegion, metric);
   const interval = (row, decimals) => `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`;
   const drawn = lineChart(() => ({
-    label: `${metricName(metric)} on shifted data. Arrow keys walk through the points.`,
+    label: `${metricName(metric)} on shifted data. Use the arrow keys to go through the points.`,
     stops: conditions.map(({ name }) => ({ text: name, short: clipped(name, 16) })),
     yLabel: metricName(metric),
     value: (key, index) => rowOf(key, index)?.mean,
@@ -51,7 +51,7 @@ function shiftSection() {
   return section(
     "shift",
     "When the data changes",
-    "The same calibrators, fitted on the clean data and left as they are, on data that looks different. Thin lines are 95% intervals.",
+    "The same calibrators, tested on different data without refitting. Thin lines are 95% intervals.",
     controls(
       chooser("Metric", metrics, metric, (id) => {
         metric = id;
@@ -64,7 +64,7 @@ function shiftSection() {
   );
 }
 
-// Clean and shifted side by side; a method that is worse than none, or loses to ts, is marked.
+// Original and shifted data side by side. Methods that are worse than uncalibrated, or than ts, are marked.
 function shiftTable(conditions, metric, decimals) {
   const cell = (key, { table, changes, against }) => {
     const row = lookUp(table, key, mainRegion, metric);
@@ -72,7 +72,7 @@ function shiftTable(conditions, metric, decimals) {
     const verdict = (rows) => lookUp(rows ?? new Map(), key, mainRegion, metric);
     const words = [verdict(changes), verdict(against)]
       .filter((change) => change?.verdict === "worse")
-      .map((change) => (change.baseline === BASELINE ? "worse than none" : `worse than ${change.baseline}`));
+      .map((change) => (change.baseline === BASELINE ? "worse than uncalibrated" : `worse than ${change.baseline}`));
     return html(
       "td",
       { class: words.length ? "harm" : "" },
@@ -81,50 +81,23 @@ function shiftTable(conditions, metric, decimals) {
       words.map((text) => html("span", { class: "word below" }, text)),
     );
   };
-  return scrolling(
-    "Clean and shifted side by side",
-    html(
-      "table",
-      { class: "matrix" },
-      html(
-        "caption",
-        {},
-        `${metricName(metric)}: ${direction(metric)}. A method is worse than another where the 95% interval of their paired difference says so.`,
-      ),
-      html(
-        "thead",
-        {},
-        html(
-          "tr",
-          {},
-          html("th", { scope: "col", class: "text" }, "Method"),
-          conditions.map(({ name }) => html("th", { scope: "col" }, name)),
-        ),
-      ),
-      html(
-        "tbody",
-        {},
-        working.map((method) =>
-          html(
-            "tr",
-            {},
-            html("th", { scope: "row" }, method.name),
-            conditions.map((condition) => cell(method.key, condition)),
-          ),
-        ),
-      ),
-    ),
-  );
+  return gridTable({
+    label: "Original and shifted data side by side",
+    caption: `${metricName(metric)}: ${direction(metric)}. A method is marked as worse if the 95% interval of the paired difference says so.`,
+    kind: "matrix",
+    heads: ["Method", ...conditions.map(({ name }) => html("th", { scope: "col" }, name))],
+    rows: working.map((method) => [method.name, conditions.map((condition) => cell(method.key, condition))]),
+  });
 }
 
 const SENSITIVITY = {
   bins: [
     "bins",
     "Number of bins of the ECE",
-    "The measured ECE depends on how finely confidence is binned; the order of the methods should not.",
+    "The measured ECE depends on the number of bins; the order of the methods should not.",
   ],
-  size: ["cases", "Calibration cases", "How many cases a method needs before it is worth having."],
-  members: ["members", "Ensemble members", "Whether more members change what calibration is needed."],
+  size: ["cases", "Calibration cases", "How many cases a method needs before it helps."],
+  members: ["members", "Ensemble members", "How the number of ensemble members changes the calibration."],
 };
 
 function sensitivitySection() {
@@ -141,7 +114,7 @@ function sensitivitySection() {
     const found = tableOf(rows, "method", field);
     const rowOf = (key, index) => lookUp(found, key, stops[index]);
     return {
-      label: `${metric.toUpperCase()} by ${title.toLowerCase()}. Arrow keys walk through the points.`,
+      label: `${metric.toUpperCase()} by ${title.toLowerCase()}. Use the arrow keys to go through the points.`,
       stops: stops.map((at) => ({ at, text: String(at) })),
       log: stops[0] > 0 && stops[stops.length - 1] / stops[0] > 4,
       xLabel: title,
@@ -173,7 +146,7 @@ function sensitivitySection() {
   refresh();
   return section(
     "sensitivity",
-    "Does it hang on our choices?",
+    "Does it depend on our choices?",
     null,
     words,
     controls(

@@ -1,4 +1,4 @@
-// Ranks, and which methods can be told apart.
+// Ranks, and which methods differ significantly.
 function statisticsSection() {
   if (!study.ranks.length) return null;
   const key = (row) => `${row.metric}\n${row.region}`;
@@ -13,9 +13,9 @@ function statisticsSection() {
     words.textContent =
       `Friedman's test over ${plural(friedman.n, data.groups ? "group" : "case")}: ${pText(friedman.p)}, ` +
       (numeric(friedman.p) < 0.05
-        ? "so the methods do differ."
-        : "so these cases do not show that the methods differ at all.") +
-      ` Two methods can be told apart when their mean ranks differ by more than ${fixed(current.critical_difference, 2)}; a bar joins those that cannot.`;
+        ? "so the methods differ."
+        : "so these cases do not show that the methods differ.") +
+      ` Two methods differ significantly if their mean ranks differ by more than ${fixed(current.critical_difference, 2)}; a bar joins those that do not.`;
     table.replaceChildren(differenceTable(current));
     drawn.redraw();
   };
@@ -23,7 +23,7 @@ function statisticsSection() {
   return section(
     "statistics",
     "How certain is the order?",
-    "In every case the methods are ranked, 1 being best. The mean rank says who tends to win; the test says whether that could be luck.",
+    "The methods are ranked in every case; 1 is best. The mean rank shows which tends to win, and the test whether that could be chance.",
     controls(
       chooser(
         "Metric and region",
@@ -68,7 +68,7 @@ function drawRanks(width, { mean_rank: ranks, groups }) {
     top: 8,
     x,
     y: { low: 0, high: 1, ticks: [] },
-    label: "Mean ranks of the methods. Arrow keys walk through them.",
+    label: "Mean ranks of the methods. Use the arrow keys to go through them.",
   });
   const at = (index) => plot.top + (index + 0.5) * line + (narrow ? 8 : 0);
   joined.forEach((group, index) => {
@@ -116,7 +116,7 @@ function drawRanks(width, { mean_rank: ranks, groups }) {
       rows: [
         ["Mean rank", fixed(ranks[name], 2)],
         [
-          "Cannot be told from",
+          "Not different from",
           peers.length ? listed([...new Set(peers)].map((place) => order[place])) : "none of the others",
         ],
       ],
@@ -130,47 +130,21 @@ function differenceTable({ metric, region }) {
     .map((method) => [method, lookUp(differences, method.key, region, metric)])
     .filter(([, row]) => row);
   const decimals = decimalsFor(rows.map(([, row]) => row.mean));
-  return scrolling(
-    "Differences from the uncalibrated network",
-    html(
-      "table",
-      {},
-      html(
-        "caption",
-        {},
-        `${metricName(metric)}, ${regionName(region).toLowerCase()}: paired by case${data.groups ? ", intervals and tests over groups of cases" : ""}, Wilcoxon's test, adjusted by Benjamini and Hochberg.`,
-      ),
-      html(
-        "thead",
-        {},
-        html(
-          "tr",
-          {},
-          ["Method", "Change", "95% interval", "p", "p adjusted", "Cases"].map((title, index) =>
-            html("th", { scope: "col", class: index ? "" : "text" }, title),
-          ),
-        ),
-      ),
-      html(
-        "tbody",
-        {},
-        rows.map(([method, row]) =>
-          html(
-            "tr",
-            {},
-            html("th", { scope: "row" }, method.name),
-            [
-              signed(row.mean, decimals),
-              `${signed(row.low, decimals)} to ${signed(row.high, decimals)}`,
-              pValue(row.p),
-              pValue(row.p_adjusted),
-              whole(row.n),
-            ].map((text) => html("td", {}, text)),
-          ),
-        ),
-      ),
-    ),
-  );
+  return gridTable({
+    label: "Differences from the uncalibrated network",
+    caption: `${metricName(metric)}, ${regionName(region).toLowerCase()}: paired by case${data.groups ? ", intervals and tests over groups of cases" : ""}; Wilcoxon's test, adjusted by Benjamini and Hochberg.`,
+    heads: ["Method", "Change", "95% interval", "p", "p adjusted", "Cases"],
+    rows: rows.map(([method, row]) => [
+      method.name,
+      [
+        signed(row.mean, decimals),
+        `${signed(row.low, decimals)} to ${signed(row.high, decimals)}`,
+        pValue(row.p),
+        pValue(row.p_adjusted),
+        whole(row.n),
+      ],
+    ]),
+  });
 }
 
 function sumRanks() {
@@ -183,35 +157,11 @@ function sumRanks() {
     "details",
     {},
     html("summary", {}, "Ranks over all metrics and regions"),
-    scrolling(
-      "Ranks over all metrics and regions",
-      html(
-        "table",
-        {},
-        html("caption", {}, "Lower is better."),
-        html(
-          "thead",
-          {},
-          html(
-            "tr",
-            {},
-            titles.map((title, index) => html("th", { scope: "col", class: index ? "" : "text" }, title)),
-          ),
-        ),
-        html(
-          "tbody",
-          {},
-          rows.map(([key, rank]) =>
-            html(
-              "tr",
-              {},
-              html("th", { scope: "row" }, nameOf(key)),
-              html("td", {}, brief(rank)),
-              perCase ? html("td", {}, fixed(perCase[key], 2)) : null,
-            ),
-          ),
-        ),
-      ),
-    ),
+    gridTable({
+      label: "Ranks over all metrics and regions",
+      caption: "Lower is better.",
+      heads: titles,
+      rows: rows.map(([key, rank]) => [nameOf(key), [brief(rank), ...(perCase ? [fixed(perCase[key], 2)] : [])]]),
+    }),
   );
 }

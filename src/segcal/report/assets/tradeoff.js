@@ -17,8 +17,8 @@ function tradeoffSection() {
   const options = (list) => list.map(({ id, name }) => [id, name]);
   return section(
     "tradeoff",
-    "Does honesty cost accuracy?",
-    "Each mark is a method. Left is better calibrated; a mark that sinks pays for it with worse segmentation. Methods that keep every label stay level with the uncalibrated network. Thin lines are 95% intervals.",
+    "Does calibration cost segmentation quality?",
+    "Each mark is a method. Marks further left are better calibrated; marks further down segment worse. Methods that keep every label stay level with the uncalibrated network. Thin lines are 95% intervals.",
     controls(
       chooser("Calibration", options(error), state.x, pick("x")),
       chooser("Segmentation", options(quality), state.y, pick("y")),
@@ -55,7 +55,7 @@ function drawTradeoff(width, state) {
     width,
     // A column of all names must fit.
     height: Math.max(narrow ? 340 : 420, LINE * found.length + 76),
-    label: `${metricName(state.x)} against ${metricName(state.y)} of ${found.length} methods. Arrow keys walk through the methods.`,
+    label: `${metricName(state.x)} against ${metricName(state.y)} of ${found.length} methods. Use the arrow keys to go through the methods.`,
     x,
     y,
     left: 62,
