@@ -144,7 +144,7 @@ function numberCard(metric, own) {
   return html(
     "div",
     { class: "card" },
-    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", used to choose" : ""),
+    html("h3", {}, metricName(metric), binsOf(metric), metric === CRITERION ? ", the selection metric" : ""),
     html(
       "p",
       { class: "big" },

@@ -92,7 +92,7 @@ function drawReliability(width, bins, label) {
     label: `Reliability diagram. ${label}. Use the arrow keys to go through the bins.`,
     bottom: beneath + 46,
     x: { ...ends, ticks: [] },
-    y: { ...ends, ticks: hundredths, label: "Right" },
+    y: { ...ends, ticks: hundredths, label: "Accuracy" },
   });
   const { root, across, up } = plot;
   const [top, base] = [plot.bottom + 14, height - 46];
