@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from datasets import plain
+from segcal.cases.formats import SCORE_FORMATS
 
 SCRIPT = """
 import json, pathlib, resource, sys
@@ -86,7 +87,7 @@ def test_disks_that_are_full_and_files_that_may_not_grow(tmp_path):
     assert done.returncode == 0, done.stderr  # -7 would be the SIGBUS of a mapped file
     assert done.stderr == ""
     found = json.loads(done.stdout)
-    assert len(found) == (28 if possible else 14)
+    assert len(found) == (7 + len(SCORE_FORMATS)) * (2 if possible else 1)
     for name, (kind, text, left) in found.items():
         assert kind == "OutputError", name
         assert "cannot be written" in text, name
