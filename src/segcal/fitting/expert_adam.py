@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -38,8 +38,8 @@ def fit_by_adam(
         losses = nn.functional.nll_loss(log_probs, sample.labels[index], reduction="none")
         return (weights[index] * losses).mean() + module.penalty()
 
-    def batches(generator: torch.Generator) -> Iterator[Tensor]:
-        return iter(torch.split(torch.randperm(len(sample), generator=generator), _BATCH))
+    def batches(generator: torch.Generator) -> Iterable[Tensor]:
+        return torch.split(torch.randperm(len(sample), generator=generator), _BATCH)
 
     def validation() -> float:
         return _nll([samples.held_out], module.map())

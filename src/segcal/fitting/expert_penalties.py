@@ -40,8 +40,8 @@ def expert_penalties(
         listed = _listed([f"{first.class_names[e]} ({voxels[e]:,})" for e in few])
         notes.append(f"predicted too rarely for an expert of its own, so shrunk toward the pooled map: {listed}")
     elif len(few):
-        many = f"{first.total:,} voxels are few for {size} parameters"
-        notes.append(f"{many}, so the map is shrunk toward temperature scaling")
+        few_voxels = f"{first.total:,} voxels are few for {size} parameters"
+        notes.append(f"{few_voxels}, so the map is shrunk toward temperature scaling")
     if len(absent):
         listed = _listed([first.class_names[k] for k in absent])
         notes.append(f"never true, so their part of the map is shrunk toward temperature scaling: {listed}")

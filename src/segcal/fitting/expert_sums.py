@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from segcal.cases import CaseSet
 from segcal.kernels import fast_maps
 from segcal.kernels.experts import ExpertMap, Features, describe
+from segcal.kernels.pool import in_threads
 from segcal.types import FloatArray
 
 Pieces = Sequence[tuple[int, slice]]
@@ -91,8 +91,7 @@ def expert_sums(
         for start in range(rows.first[e], rows.first[e + 1], _ROWS)
     ]
     sums = _vector_sums if features == "own-logit" else partial(_matrix_sums, features=features)
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), range(threads)))
+    parts = in_threads(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), threads)
     nll, gradient, products = (np.sum(numbers, 0) for numbers in zip(*parts, strict=True))
     if curvature and features != "own-logit":
         products = np.stack([_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])

@@ -21,6 +21,10 @@ from torch import Tensor
 
 from segcal.errors import InputError
 from segcal.kernels.survey import survey
+from segcal.types import FloatArray
+
+Ints = NDArray[np.int64]
+Keys = NDArray[np.uint64]
 
 #: Confidences that separate the strata.
 CONFIDENCES = (0.6, 0.9, 0.99, 0.999)
@@ -42,9 +46,9 @@ class VoxelSample:
 
     logits: Tensor
     labels: Tensor
-    strata: NDArray[np.int64]
-    keys: NDArray[np.uint64]
-    sizes: NDArray[np.int64]
+    strata: Ints
+    keys: Keys
+    sizes: Ints
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -60,7 +64,7 @@ class VoxelSample:
         return len(self) == self.total
 
     @property
-    def weights(self) -> NDArray[np.float64]:
+    def weights(self) -> FloatArray:
         """How many voxels each of these stands for."""
         drawn = np.bincount(self.strata, minlength=len(self.sizes))
         return (self.sizes / np.maximum(drawn, 1))[self.strata]
@@ -69,7 +73,7 @@ class VoxelSample:
         """At most so many of these voxels: those with the lowest keys of every stratum."""
         return self if len(self) <= voxels else self.take(_lowest(self.strata, self.keys, self.sizes, voxels))
 
-    def take(self, chosen: NDArray[np.int64]) -> VoxelSample:
+    def take(self, chosen: Ints) -> VoxelSample:
         """The voxels with these indices."""
         return replace(
             self,
@@ -79,7 +83,7 @@ class VoxelSample:
             keys=self.keys[chosen],
         )
 
-    def standard_error(self, values: NDArray[np.float64]) -> float:
+    def standard_error(self, values: FloatArray) -> float:
         """The standard error of the mean over the data, estimated from ``values (n,)`` of the sample."""
         strata = len(self.sizes)
         drawn = np.bincount(self.strata, minlength=strata)
@@ -89,7 +93,7 @@ class VoxelSample:
         variance = (self.sizes / self.total) ** 2 * squares / np.maximum(drawn, 1) * unseen
         return float(np.sqrt(variance.sum()))
 
-    def note(self, values: NDArray[np.float64]) -> str:
+    def note(self, values: FloatArray) -> str:
         """A note for the user on a mean NLL estimated from these ``values (n,)``."""
         error = self.standard_error(values)
         leaves = f", which leaves a standard error of {error:.1e} in the mean NLL" if error else ""
@@ -120,7 +124,7 @@ class VoxelSampler:
         """Draw from ``logits (N, C, *spatial)`` and ``labels`` where ``valid``; raises where a voxel is invalid."""
         self.draw(logits, labels, survey(logits, labels, CONFIDENCES, mask=valid).strata)
 
-    def draw(self, logits: Tensor, labels: Tensor, strata: NDArray[np.int64]) -> None:
+    def draw(self, logits: Tensor, labels: Tensor, strata: Ints) -> None:
         """Draw from voxels whose strata are known; see ``segcal.kernels.survey``."""
         logits, flat_labels = logits.detach(), labels.reshape(-1)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
@@ -159,19 +163,14 @@ class VoxelSampler:
         return replace(self._thin(self.voxels), sizes=self._sizes.copy())
 
 
-def _rows(values: Tensor, *places: NDArray[np.int64]) -> Tensor:
+def _rows(values: Tensor, *places: Ints) -> Tensor:
     """The values at these places, on the CPU; by numpy where possible, as torch's threads may wait for one another."""
     if values.device.type == "cpu" and values.dtype != torch.bfloat16:
         return torch.from_numpy(values.numpy()[places])
     return values[tuple(torch.from_numpy(own).to(values.device) for own in places)].cpu()
 
 
-def _choose(
-    strata: NDArray[np.int64],
-    first: np.uint64,
-    highest: NDArray[np.uint64],
-    sizes: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+def _choose(strata: Ints, first: np.uint64, highest: Keys, sizes: Ints) -> tuple[Ints, Keys]:
     """Indices and keys of the voxels with low enough keys; all voxels with a stratum are added to ``sizes``."""
     try:
         from segcal.kernels.choose_loops import choose
@@ -186,7 +185,7 @@ def _choose(
     return kept[:count].copy(), keys[:count].copy()
 
 
-def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _hash(x: Keys) -> Keys:
     """The splitmix64 generator at these positions (Steele, Lea and Flood, OOPSLA 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -194,9 +193,7 @@ def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def _lowest(
-    strata: NDArray[np.int64], keys: NDArray[np.uint64], sizes: NDArray[np.int64], voxels: int
-) -> NDArray[np.int64]:
+def _lowest(strata: Ints, keys: Keys, sizes: Ints, voxels: int) -> Ints:
     """Indices of ``voxels`` voxels, those with the lowest keys of every stratum, in their order."""
     held = np.bincount(strata, minlength=len(sizes))
     # Two voxels of every stratum if possible: sums need one, their standard errors two.
@@ -209,20 +206,20 @@ def _lowest(
     return np.flatnonzero(chosen)
 
 
-def _shares(sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _shares(sizes: Ints) -> FloatArray:
     """The share of the sample that each stratum gets; zero for a class that is never predicted."""
     by_class = sizes.reshape(-1, *_GRADIENTS.shape)
     wanted, present = by_class * _GRADIENTS, by_class > 0
-    axes = (1, 2)
-    parts = (1 - _EQUALLY) * wanted / np.maximum(wanted.sum(axes, keepdims=True), 1e-300)
-    parts += _EQUALLY * present / np.maximum(present.sum(axes, keepdims=True), 1)
+    parts = (1 - _EQUALLY) * wanted / np.maximum(wanted.sum((1, 2), keepdims=True), 1e-300)
+    parts += _EQUALLY * present / np.maximum(present.sum((1, 2), keepdims=True), 1)
     return np.asarray(parts.ravel() / parts.sum())
 
 
-def _fill(held: NDArray[np.int64], shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+def _fill(held: Ints, shares: FloatArray, total: int) -> Ints:
     """How many voxels each stratum gives to reach ``total``: in these shares, and none more than it holds."""
+    total = min(total, int(held.sum()))
     quota, open_ = np.zeros(len(held)), held > 0
-    left = min(total, int(held.sum())) * 1.0
+    left = float(total)
     while open_.any():
         level = left * shares * open_ / (shares @ open_)
         full = open_ & (level >= held)
@@ -234,6 +231,6 @@ def _fill(held: NDArray[np.int64], shares: NDArray[np.float64], total: int) -> N
         open_ &= ~full
     # Whole numbers: round down, and give the remainder to those that lost most.
     whole = np.floor(quota + 1e-9).astype(np.int64)
-    missing = min(total, int(held.sum())) - int(whole.sum())
-    whole[np.argsort(whole - quota, kind="stable")[: max(missing, 0)]] += 1
+    missing = max(total - int(whole.sum()), 0)
+    whole[np.argsort(whole - quota, kind="stable")[:missing]] += 1
     return np.minimum(whole, held)

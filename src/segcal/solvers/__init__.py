@@ -8,23 +8,13 @@ variable, ``adam`` for networks.
 
 from __future__ import annotations
 
-from segcal.solvers.damped import DampedNewton
-from segcal.solvers.driver import Policy, minimise
-from segcal.solvers.newton import Newton, Problem
-from segcal.solvers.sampled import SampledNewton
-from segcal.solvers.scalar import newton_1d
-from segcal.solvers.solution import Solution
-from segcal.solvers.stochastic import Training, adam
-
-__all__ = [
-    "DampedNewton",
-    "Newton",
-    "Policy",
-    "Problem",
-    "SampledNewton",
-    "Solution",
-    "Training",
-    "adam",
-    "minimise",
-    "newton_1d",
-]
+from segcal.solvers.damped import DampedNewton as DampedNewton
+from segcal.solvers.driver import Policy as Policy
+from segcal.solvers.driver import minimise as minimise
+from segcal.solvers.newton import Newton as Newton
+from segcal.solvers.newton import Problem as Problem
+from segcal.solvers.sampled import SampledNewton as SampledNewton
+from segcal.solvers.scalar import newton_1d as newton_1d
+from segcal.solvers.solution import Solution as Solution
+from segcal.solvers.stochastic import Training as Training
+from segcal.solvers.stochastic import adam as adam
