@@ -510,6 +510,15 @@ def test_many_classes_leave_room_in_the_legend() -> None:
     assert legend.get_texts()[-1].get_text() == "and 126 more"
 
 
+def test_the_legend_of_a_wide_image_stays_within_the_figure() -> None:
+    labels = torch.arange(30).repeat(48).view(1, 12, 120)
+    figure = plots.spatial_maps(case_of(torch.nn.functional.one_hot(labels, 30).movedim(-1, 1).float(), labels))
+    render(figure)
+    legend = next(ax.get_legend() for ax in figure.axes if ax.get_legend())
+    assert legend.get_texts()[-1].get_text().endswith("more")
+    assert legend.get_window_extent().y0 >= 0
+
+
 def test_patches_show_their_own_reliability() -> None:
     case = scenes(1, num_classes=4, plant=[segcal.synthetic.SpatialTemperature()], ignored=0.1)[0]
     figure = plots.local_reliability(case, count=7, size=40, seed=2)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _WITH_IMAGE: list[Any] = [["image", "label", "prediction", "error"], ["confidence", "balance", "band", "legend"]]
 _WITHOUT: list[Any] = [["label", "prediction", "error", "legend"], ["confidence", "balance", "band", "legend"]]
 _BAND_COLOURS = ("#08306B", "#3F7FB8", "#9CC4E0", "#E3EEF8")
-# Most classes in the legend.
-_MOST_NAMES = 24
+# Most classes in the legend, and the height of an entry in inches.
+_MOST_NAMES, _ENTRY_HEIGHT = 24, 0.165
 
 
 def spatial_maps(
@@ -67,7 +67,8 @@ def spatial_maps(
 
     image = view.image()
     height, width = view.shape
-    canvas = style.canvas(figure, 10.0, 1.4 + 2 * 2.25 * min(2.0, max(0.15, height / width)))
+    inches = 1.4 + 2 * 2.25 * min(2.0, max(0.15, height / width))
+    canvas = style.canvas(figure, 10.0, inches)
     axes = canvas.subplot_mosaic(_WITHOUT if image is None else _WITH_IMAGE)
     if image is not None:
         view.show(axes["image"], image, cmap="gray", vmin=0, vmax=1)
@@ -82,7 +83,8 @@ def spatial_maps(
     _draw_balance(canvas, axes["balance"], view, planes["confidence-balance"])
     _draw_bands(canvas, axes["band"], view, view.plane(regions.bands))
     shown = np.bincount(np.append(labels[valid], planes["prediction"].ravel()), minlength=len(names))
-    _draw_legend(axes["legend"], shown.tolist(), names, colours, ignored=not valid.all())
+    rows = int(inches / 2 / _ENTRY_HEIGHT)
+    _draw_legend(axes["legend"], shown.tolist(), names, colours, rows, ignored=not valid.all())
     return style.titled(canvas, view.name if title is None else title)
 
 
@@ -142,13 +144,13 @@ def _draw_bands(figure: FigureBase, ax: Axes, view: View, bands: Plane) -> None:
 
 
 def _draw_legend(
-    ax: Axes, counts: Sequence[int], names: Sequence[str], colours: Sequence[str], *, ignored: bool
+    ax: Axes, counts: Sequence[int], names: Sequence[str], colours: Sequence[str], rows: int, *, ignored: bool
 ) -> None:
-    """The classes that occur, in order; of more than fit, the most frequent."""
+    """The classes that occur, in order; of more than fit into two columns of ``rows``, the most frequent."""
     from matplotlib.patches import Patch
 
     present = [k for k, count in enumerate(counts) if count]
-    chosen = sorted(sorted(present, key=lambda k: -counts[k])[:_MOST_NAMES])
+    chosen = sorted(sorted(present, key=lambda k: -counts[k])[: min(_MOST_NAMES, 2 * rows - 2)])
     handles = [Patch(facecolor=colours[k], label=style.shortened(names[k])) for k in chosen]
     if len(chosen) < len(present):
         handles.append(Patch(facecolor="white", label=f"and {len(present) - len(chosen)} more"))
@@ -159,5 +161,5 @@ def _draw_legend(
     ax.axis("off")
     ax.legend(
         handles=handles, loc="upper left", fontsize=style.SMALL, frameon=False, labelcolor=style.INK, borderaxespad=0,
-        ncols=1 if len(handles) <= 12 else 2,
+        ncols=1 if len(handles) <= min(12, rows) else 2,
     )  # fmt: skip
