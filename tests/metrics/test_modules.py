@@ -134,7 +134,7 @@ def test_many_metrics_beyond_two_to_the_24():
 
 def test_calibration_is_the_metrics_of_the_statistics():
     logits, labels = voxels(1)
-    metric = Calibration(4, metrics=(*USABLE, "flip"), bins=10)
+    metric = Calibration(4, metrics=(*USABLE, "flip"), num_bins=10)
     before = logits.flip(0).argmax(1)
     metric.update(logits, labels, uncalibrated=before)
     stats = VoxelStatistics(4, bins=(10,)).update(logits, labels, uncalibrated=before)

@@ -1,7 +1,7 @@
-"""The voxel passes: one read of the logits, every statistic. ``tally`` chooses the kernel.
+"""The voxel passes: one read of the logits gives every statistic. ``tally`` chooses the kernel.
 
-``reference`` (torch, float64, any device) is the definition; ``cpu`` (numba) is its fast twin for large inputs. They
-agree to 1e-6 relative on every statistic, which the tests hold.
+``reference`` (torch, float64, any device) is the definition; ``cpu`` (numba) is its fast twin for large inputs. Tests
+check that they agree to 1e-6 relative on every statistic.
 """
 
 from segcal.kernels.dispatch import BACKENDS, Backend, fast_maps, fast_penalties, tally
@@ -11,16 +11,6 @@ from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import AffineMap, Voxels
 
 __all__ = [
-    "BACKENDS",
-    "FINE_BINS",
-    "AffineMap",
-    "Backend",
-    "BinGrid",
-    "ExpertMap",
-    "Features",
-    "Tally",
-    "Voxels",
-    "fast_maps",
-    "fast_penalties",
-    "tally",
-]
+    "BACKENDS", "FINE_BINS", "AffineMap", "Backend", "BinGrid", "ExpertMap", "Features", "Tally", "Voxels", "fast_maps",
+    "fast_penalties", "tally",
+]  # fmt: skip

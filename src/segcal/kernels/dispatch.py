@@ -1,17 +1,18 @@
-"""Which kernel takes an input: compiled loops where they suit it and pay, else torch."""
+"""The choice of the kernel: compiled loops where they apply and are faster, else torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_name
 from segcal.kernels import reference
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import Voxels
@@ -21,9 +22,9 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba")
 
 Kernel = Callable[[Voxels, int], Tally]
 
-# Below this many logits the reference is done before numba has been imported.
+# Below this many logits the reference is faster than importing numba.
 _LARGE = 2**18
-# A byte holds the labels of so many classes, and one number more for voxels without any.
+# The most classes whose labels fit a byte beside one value for voxels without a label.
 _BYTE_CLASSES = 255
 
 
@@ -46,33 +47,20 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
 
 
 def fast_maps(logits: Tensor) -> ModuleType | None:
-    """``segcal.kernels.apply_cpu`` where it suits these logits: many, on the CPU, with no need of a gradient."""
-    if _recording() or (logits.requires_grad and torch.is_grad_enabled()):
-        return None
-    if not _suits_numba(logits) or logits.numel() < _LARGE:
-        return None
-    try:
-        from segcal.kernels import apply_cpu
-    except ImportError:
-        return None
-    return apply_cpu
+    """``segcal.kernels.apply_cpu`` if it suits these logits: many, on the CPU, and no gradient is needed."""
+    recorded = _recording() or (logits.requires_grad and torch.is_grad_enabled())
+    return None if recorded or not _suits_numba(logits) or logits.numel() < _LARGE else _compiled("apply_cpu")
 
 
 def fast_penalties(logits: Tensor) -> ModuleType | None:
-    """``segcal.kernels.penalty_cpu`` where it suits these logits: many, float32, contiguous, on the CPU."""
-    if _recording() or logits.dtype != torch.float32 or logits.device.type != "cpu":
-        return None
-    if logits.numel() < _LARGE or logits.shape[1] > _BYTE_CLASSES or not logits.is_contiguous():
-        return None
-    try:
-        from segcal.kernels import penalty_cpu
-    except ImportError:
-        return None
-    return penalty_cpu
+    """``segcal.kernels.penalty_cpu`` if it suits these logits: many, float32, contiguous, on the CPU."""
+    suits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
+    small = logits.numel() < _LARGE or logits.shape[1] > _BYTE_CLASSES
+    return None if _recording() or small or not suits else _compiled("penalty_cpu")
 
 
 def _recording() -> bool:
-    """Whether torch is recording operations, to compile, export or trace them: compiled loops would not be in it."""
+    """Whether torch is recording operations to compile, export or trace them: it would miss compiled loops."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -80,38 +68,37 @@ def _suits_numba(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _compiled(name: str) -> ModuleType | None:
+    """A module of compiled loops; None without numba, which has no wheel for every platform."""
+    try:
+        return import_module(f"segcal.kernels.{name}")
+    except ImportError:
+        return None
+
+
 def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
-    logits = voxels.logits
-    suits_numba = _suits_numba(logits)
-    if backend == "auto":
-        fast = _numba_kernel() if suits_numba and logits.numel() >= _LARGE else None
-        return fast or reference.tally
-    if backend == "numba":
-        if not suits_numba:
-            raise InputError(
-                f"logits are {logits.dtype} on {logits.device}",
-                expected="float32 or less on the CPU for backend 'numba'",
-                fix="leave the backend to 'auto'",
-            )
-        fast = _numba_kernel()
-        if fast is None:
-            raise SegcalError("backend 'numba' needs numba, which is not installed", fix="pip install numba")
-        return fast
-    if backend == "reference":
-        return reference.tally
-    raise InputError(f"backend is {backend!r}", expected=f"one of {', '.join(BACKENDS)}")
+    check_name("backend", backend, BACKENDS)
+    logits, kernel = voxels.logits, None
+    if backend == "numba" and not _suits_numba(logits):
+        raise InputError(
+            f"logits are {logits.dtype} on {logits.device}",
+            expected="float32 or less on the CPU for backend 'numba'",
+            fix="leave the backend to 'auto'",
+        )
+    if backend == "numba" or (backend == "auto" and _suits_numba(logits) and logits.numel() >= _LARGE):
+        kernel = _numba_kernel()
+    if backend == "numba" and kernel is None:
+        raise SegcalError("backend 'numba' needs numba, which is not installed", fix="pip install numba")
+    return kernel or reference.tally
 
 
 def _numba_kernel() -> Kernel | None:
-    try:
-        from segcal.kernels import cpu
-    except ImportError:  # numba has no wheel for every platform
-        return None
-    return cpu.tally
+    module = _compiled("cpu")
+    return None if module is None else module.tally
 
 
 def _rough_energy(voxels: Voxels) -> float:
-    """The free energy of about the first voxel: sums of squares around it lose no digits to the gauge."""
+    """Roughly the free energy of the first voxel: sums of squares about it lose no digits to a logit offset."""
     if voxels.labels.numel() == 0:
         return 0.0
     corner = (slice(0, 1), slice(None)) + (slice(0, 1),) * (voxels.logits.ndim - 2)

@@ -17,7 +17,7 @@ import numpy as np
 from segcal.kernels.compiled import ONE, ZERO, elementwise, exp64, inlined
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
 from segcal.kernels.scratch import DOUBLE, FLOAT, INDEX, PerClass
-from segcal.kernels.softmax_loops import UNFIT, argmax, checked_label
+from segcal.kernels.softmax_loops import argmax, check_labels
 
 _LIMIT, _INVERSE, _LAST = np.float32(LIMIT), np.float32(1 / WIDTH), np.float32(LOGIT_BINS - 1)
 _LOWEST = -1e300  # used for -inf, which would not lie above the lowest edge
@@ -124,19 +124,15 @@ def fill_range(x, start, stop, labels, edges, group, groups, b, out, sums):
     ``edges`` are the bins' in log p, with infinities at both ends. Returns the first unfit voxel, counted from
     ``start``, or -1.
     """
-    values, ignored, mask = labels
     classes, step, rows = x.shape[0], len(b.best), out.counts.shape[0]
     for offset in range(0, stop - start, step):
         size, here = min(step, stop - start - offset), start + offset
         argmax(x, here, size, b.best, b.winner)
         _softmax_terms(x, here, size, b.best, b.winner, b.terms, b.others)
+        bad = check_labels(labels, offset, x, here, size, b.best, b.others, b.target)
+        if bad >= 0:
+            return bad
         for v in range(size):
-            label = values[offset + v]
-            counts = label != ignored and (mask.size == 0 or mask[offset + v])
-            label, _ = checked_label(label, counts, x, here + v, b.best[v], b.others[v])
-            if label == UNFIT:
-                return offset + v
-            b.target[v] = np.int32(label)
             b.log_sum[v] = math.log1p(b.others[v])
             b.inverse[v] = 1.0 / (1.0 + b.others[v])
             b.logit[v] = -math.log(b.others[v])

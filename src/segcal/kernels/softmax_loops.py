@@ -15,9 +15,6 @@ import numpy as np
 from segcal.kernels.compiled import DEEP, MINUS_INF, ZERO, elementwise, exp, inlined, log1p
 from segcal.kernels.tiles import TILE, fetch
 
-#: What ``checked_label`` returns for a voxel that does not count, and for one that is unfit.
-UNCOUNTED, UNFIT = np.int64(-1), np.int64(-2)
-
 
 @inlined
 def _larger(score, index, top, first):
@@ -82,14 +79,20 @@ def log_sums(size, best, rest, log_sum):
         log_sum[v] = np.float32(log1p(np.float64(rest[v]))) + undefined
 
 
-@inlined
-def checked_label(label, counts, x, column, best, rest):
-    """The label of a voxel, ``UNCOUNTED`` or ``UNFIT``, and how far the score of its label is below the best.
+@elementwise
+def check_labels(labels, offset, x, start, size, best, rest, target):
+    """Write labels from ``offset`` on to ``target``, -1 for voxels that do not count. Returns the first unfit, or -1.
 
-    ``column`` is the voxel's in ``x``. A voxel that counts is unfit if its label is no class or an impossible one, or
-    if its scores have no softmax.
+    ``labels`` is a ``pieces_cpu.Labels``. A voxel that counts is unfit if its label is no class or an impossible class,
+    or if its scores have no softmax.
     """
-    known = 0 <= label < x.shape[0]
-    gap = best - x[label if known else 0, column]
-    fit = known and gap <= DEEP and rest >= 0 and math.isfinite(best)
-    return (label if fit else UNFIT) if counts else UNCOUNTED, gap
+    values, ignored, mask = labels
+    for v in range(size):
+        label = values[offset + v]
+        counts = label != ignored and (mask.size == 0 or mask[offset + v])
+        known = 0 <= label < x.shape[0]
+        possible = best[v] - x[label if known else 0, start + v] <= DEEP
+        if counts and not (known and possible and rest[v] >= 0 and math.isfinite(best[v])):
+            return offset + v
+        target[v] = np.int32(label) if counts else np.int32(-1)
+    return -1

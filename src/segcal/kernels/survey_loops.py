@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from segcal.kernels.compiled import DEEP, ONE, elementwise, log1p
-from segcal.kernels.softmax_loops import UNCOUNTED, UNFIT, argmax, checked_label, sum_others
+from segcal.kernels.softmax_loops import argmax, check_labels, sum_others
 
 
 @elementwise
@@ -29,7 +29,6 @@ def survey_range(x, start, stop, labels, edges, b, strata, true, sums):
     The sums are the NLL and the number of voxels with impossible classes. ``labels`` and ``strata`` begin at ``start``.
     Returns the first unfit voxel, counted from there, or -1.
     """
-    values, ignored, mask = labels
     block, levels = b.best.shape[0], edges.shape[0] + 1
     for first in range(start, stop, block):
         size, offset = min(block, stop - first), first - start
@@ -42,16 +41,15 @@ def survey_range(x, start, stop, labels, edges, b, strata, true, sums):
         for edge in edges:
             for v in range(size):
                 level[v] += ONE / (ONE + b.rest[v]) > edge
+        bad = check_labels(labels, offset, x, first, size, b.best, b.rest, b.target)
+        if bad >= 0:
+            return bad
         for v in range(size):
-            label = values[offset + v]
-            counts = label != ignored and (mask.size == 0 or mask[offset + v])
-            label, gap = checked_label(label, counts, x, first + v, b.best[v], b.rest[v])
-            if label == UNFIT:
-                return offset + v
-            if label == UNCOUNTED:
+            label, winner = b.target[v], np.int64(b.winner[v])
+            if label < 0:
                 level[v] = -1
                 continue
-            winner = np.int64(b.winner[v])
+            gap = b.best[v] - x[label, first + v]
             level[v] += (2 * winner + (winner == label)) * levels
             true[label] += 1
             sums[0] += log1p(np.float64(b.rest[v])) + np.float64(gap)

@@ -11,7 +11,7 @@ import numpy as np
 
 from segcal.kernels.compiled import DEEP, SMALLEST, ZERO, elementwise, exp, log1p, reduction
 from segcal.kernels.scratch import FLOAT, INDEX
-from segcal.kernels.softmax_loops import UNFIT, argmax, checked_label
+from segcal.kernels.softmax_loops import argmax, check_labels
 
 
 class Block(NamedTuple):
@@ -19,6 +19,7 @@ class Block(NamedTuple):
 
     best: Any = FLOAT
     winner: Any = INDEX
+    target: Any = INDEX  # the label, -1 where the voxel does not count
     rest: Any = FLOAT  # sums over the other classes of e = exp(d), with d = beta (score - best),
     mean: Any = FLOAT  # of e d
     square: Any = FLOAT  # and of e d^2
@@ -71,22 +72,19 @@ def temperature_range(x, start, stop, labels, beta, b, sums):
 
     Returns the first unfit voxel, counted from ``start``, or -1.
     """
-    values, ignored, mask = labels
-    best, winner, rest, mean, square, own, factors = b
+    best, winner, target, rest, mean, square, own, factors = b
     step = len(best)
     for offset in range(0, stop - start, step):
         size, here = min(step, stop - start - offset), start + offset
         argmax(x, here, size, best, winner)
         _add_classes(x, here, size, best, winner, beta, rest, mean, square)
+        bad = check_labels(labels, offset, x, here, size, best, rest, target)
+        if bad >= 0:
+            return bad
         for v in range(size):
-            label = values[offset + v]
-            counts = label != ignored and (mask.size == 0 or mask[offset + v])
-            label, gap = checked_label(label, counts, x, here + v, best[v], rest[v])
-            if label == UNFIT:
-                return offset + v
-            valid = label >= 0
+            valid = target[v] >= 0
             factors[v] = np.float32(valid)
-            own[v] = -gap * beta if valid else ZERO
+            own[v] = (x[max(target[v], 0), here + v] - best[v]) * beta if valid else ZERO
             rest[v] = rest[v] if valid else ZERO  # NaN times zero would be NaN
             mean[v] = mean[v] if valid else ZERO
             square[v] = square[v] if valid else ZERO

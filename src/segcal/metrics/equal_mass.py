@@ -1,9 +1,9 @@
 """Calibration errors over bins that hold equally many voxels, class by class.
 
-A bin holds exactly n / R voxels; a group of voxels at the edge between two bins (tied, or in one bin of the histogram)
-is shared between them in proportion. That makes the value independent of the order of voxels, and lets it come from a
+A bin holds exactly n / R voxels. A group of voxels at the edge between two bins (tied, or in one bin of the histogram)
+is shared between them in proportion, so the value does not depend on the order of voxels and can be computed from a
 histogram: treating all voxels of a histogram bin as tied changes the value by at most ``Measure.bound``. For the exact
-value a second pass over the same data (``SecondPass``) splits the histogram bins in which edges fell.
+value, a second pass over the same data (``SecondPass``) splits the histogram bins that are cut by edges.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CELLS, _MOST_CELLS = 4096, 2**20
 
 @dataclass(frozen=True)
 class Groups:
-    """Voxels of one class in ascending groups of about the same probability: ``(G,)`` each."""
+    """Voxels of one class in groups of about the same probability, in ascending order: ``(G,)`` each."""
 
     count: Counts
     confidence: Sums
@@ -41,7 +41,7 @@ class Groups:
     width: Sums  # of the interval that holds a group's probabilities
 
     def cut(self, num_bins: int) -> NDArray[np.bool_]:
-        """Which groups an edge between equal-mass bins falls into."""
+        """Which groups are cut by an edge between equal-mass bins."""
         ends = self.count.cumsum()
         edges = np.arange(1, num_bins) * (ends[-1] / num_bins)
         cut = np.zeros(len(ends), dtype=bool)
@@ -50,22 +50,22 @@ class Groups:
         return cut
 
     def error(self, num_bins: int) -> tuple[float, float]:
-        """Mean over bins of |frequency - confidence|, and how far from it that of the single voxels may be."""
+        """Mean over bins of |frequency - confidence|, and a bound on its error from treating groups as tied."""
         ends = np.concatenate(([0], self.count.cumsum()))
         edges = np.linspace(0, ends[-1], num_bins + 1)
         gap = np.concatenate(([0.0], (self.confidence - self.positive).cumsum()))
         cut = self.cut(num_bins)
         count, positive, width = self.count[cut], self.positive[cut], self.width[cut]
-        # Whatever the order within a group: positives can be misplaced by this much, confidences by that.
+        # The order within a group is unknown: at most this much of the positives and of the confidences is misplaced.
         bound = (2 * positive * (1 - positive / count) + count * width / 2).sum() / ends[-1]
         return float(np.abs(np.diff(np.interp(edges, ends, gap))).sum() / ends[-1]), float(bound)
 
 
 class SecondPass:
-    """Splits the histogram bins in which equal-mass edges fell, up to 4096-fold, on a second pass over the same data.
+    """A second pass over the same data that splits the histogram bins with equal-mass edges, up to 4096-fold.
 
-    Confidences are then resolved to about 1e-7, float32's own rounding; what is left of the bound is in
-    ``Measure.bound``. The arguments must be those of the metric; a region is passed to ``update`` as ``mask``.
+    It resolves confidences to about 1e-7, the rounding of float32; ``Measure.bound`` has the error that remains. The
+    arguments must be those of the metric; a region is passed to ``update`` as ``mask``.
 
     Examples:
         >>> import torch
@@ -94,9 +94,18 @@ class SecondPass:
                 row[start:] = groups.cut(num_bins)
         if cut.any():
             self.cells[cut] = max(1, min(_CELLS, _MOST_CELLS // int(cut.sum())))
+        self._clear()
+
+    def _clear(self) -> None:
         length = int(self.cells.sum())
         self.count, self.positive = np.zeros(length, np.int64), np.zeros(length, np.int64)
         self.confidence = np.zeros(length)
+
+    def _add(self, count: Counts, confidence: Sums, positive: Counts) -> SecondPass:
+        self.count += count
+        self.confidence += confidence
+        self.positive += positive
+        return self
 
     def update(
         self,
@@ -108,34 +117,23 @@ class SecondPass:
         score_map: AffineMap | None = None,
     ) -> SecondPass:
         """Add voxels, the same ones as in the first pass; see ``segcal.statistics.VoxelStatistics.update``."""
-        voxels = Voxels(
-            logits=logits, labels=labels, top_grid=self.grid, class_grid=None,
-            ignore_index=ignore_index, mask=mask, score_map=score_map,
-        )  # fmt: skip
-        count, confidence, positive = refine(voxels, self.grid, self.cells)
-        self.count += count
-        self.confidence += confidence
-        self.positive += positive
-        return self
+        voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask, score_map=score_map)
+        return self._add(*refine(voxels, self.grid, self.cells))
 
     def merge(self, other: SecondPass) -> SecondPass:
         """Add what ``other``, made from the same first pass, has seen."""
         if not np.array_equal(self.cells, other.cells):
             raise InputError("the second passes split different bins", expected="the same first pass and arguments")
-        self.count += other.count
-        self.confidence += other.confidence
-        self.positive += other.positive
-        return self
+        return self._add(other.count, other.confidence, other.positive)
 
     def empty_like(self) -> SecondPass:
         """A second pass over nothing yet, that splits the same bins."""
         other = copy.copy(self)
-        other.count, other.positive = np.zeros_like(self.count), np.zeros_like(self.positive)
-        other.confidence = np.zeros_like(self.confidence)
+        other._clear()
         return other
 
     def groups(self, threshold_bin: int) -> list[Groups]:
-        """Per class, what lies above the bin ``threshold_bin``."""
+        """The groups of each class from the bin ``threshold_bin`` on."""
         widths = np.repeat(((self.grid.upper - self.grid.lower) / self.cells).reshape(-1), self.cells.reshape(-1))
         result, stop = [], 0
         for row in self.cells:

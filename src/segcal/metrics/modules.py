@@ -10,7 +10,6 @@ Counts are int64 and sums float64 on purpose (float32 cannot count beyond 2^24).
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from segcal.errors import InputError, MissingExtraError, check_name, did_you_mean
-from segcal.metrics import METRICS, MetricSpec, reliability
+from segcal.metrics import METRICS, MetricSpec, options_of, reliability
 from segcal.scores import KINDS, canonical_logits
 from segcal.statistics import Layout, VoxelStatistics
 from segcal.types import Kind
@@ -33,8 +32,8 @@ __all__ = ["Calibration", "MulticlassCalibrationError"]
 
 Norm = Literal["l1", "l2", "max"]
 
-# The one atom that there is without regions, with energies about 0: states then add up as they are. Squares about 0
-# instead of about the data lose 2^-53 of F^2, which is less than float32 logits lost of F before they came here.
+# The only atom without regions, with energies about 0, so that states can be added up. Squares about 0 instead of about
+# the data lose 2^-53 of F^2, less than the rounding of float32 logits.
 _LAYOUT = Layout((0,), 0.0)
 
 
@@ -69,10 +68,10 @@ class MulticlassCalibrationError(_Sums):
     ``l1`` is ``sum_b |B_b| / n gap_b``, ``l2`` is ``sqrt(sum_b |B_b| / n gap_b^2)`` and ``max`` is ``max_b gap_b``. The
     state is three tensors ``(n_bins,)``.
 
-    Values are those of torchmetrics but for this:
+    Values are those of torchmetrics, with these differences:
 
     - Bins are ``(lo, hi]``. Torchmetrics takes ``[lo, hi)`` and puts a confidence of exactly 1 into a bin of its own.
-    - Beyond 2^24 voxels in a bin torchmetrics' float32 counts stand still; these do not.
+    - The float32 counts of torchmetrics stop growing at 2^24 voxels in a bin; these do not.
     - Softmax and sums are taken in float32 or better also for half precision, and the value is float64.
     - Where all voxels are ignored, ``l2`` and ``max`` are NaN as ``l1`` is, not 0.
     - Input that has no meaning is an ``segcal.errors.InputError`` (a ValueError): NaN, labels outside the
@@ -80,13 +79,13 @@ class MulticlassCalibrationError(_Sums):
 
     Args:
         num_classes: C, at least 2.
-        n_bins: Equal-width bins.
+        n_bins: Number of equal-width bins; ``num_bins`` elsewhere in segcal, but this is torchmetrics' name.
         norm: ``l1`` (ECE), ``l2`` (root mean square) or ``max`` (MCE).
         ignore_index: Voxels with this label do not count.
-        validate_args: Only there for drop-in use; the pass checks its input at no cost, whatever this says.
+        validate_args: For drop-in use only; the input is always checked, at no cost.
         kind: ``logits`` or ``probs`` says what ``preds`` are. ``auto`` decides batch by batch as torchmetrics does:
-            probabilities if no counting voxel has a value outside [0, 1]. That can go wrong (rounding to 1.0000001 is
-            enough), so say it where you know it.
+            probabilities if no counting voxel has a value outside [0, 1]. That can fail (a value of 1.0000001 is
+            enough), so declare the kind if you know it.
         kwargs: Those of ``torchmetrics.Metric``.
 
     Examples:
@@ -149,7 +148,7 @@ class Calibration(_Sums):
     Args:
         num_classes: C, at least 2.
         metrics: Ids. Those that need distances or surfaces are not for modules; see ``segcal.evaluate``.
-        bins: Equal-width bins of the metrics that have bins.
+        num_bins: Equal-width bins of the metrics that have bins.
         ignore_index: Voxels with this label do not count.
         kind: What ``preds`` are, ``logits`` (or log-probabilities) or ``probs``.
         kwargs: Those of ``torchmetrics.Metric``.
@@ -169,7 +168,7 @@ class Calibration(_Sums):
         self,
         num_classes: int,
         metrics: Sequence[str] = ("nll", "brier", "ece"),
-        bins: int = 15,
+        num_bins: int = 15,
         ignore_index: int | None = 255,
         *,
         kind: Kind = "logits",
@@ -178,10 +177,10 @@ class Calibration(_Sums):
         super().__init__(**kwargs)
         check_name("kind", kind, KINDS)
         specs = [_spec(id) for id in metrics]
-        self.num_classes, self.metrics, self.bins = num_classes, tuple(metrics), bins
+        self.num_classes, self.metrics, self.num_bins = num_classes, tuple(metrics), num_bins
         self.ignore_index, self.kind = ignore_index, kind
         classwise = any("classwise" in spec.needs for spec in specs)
-        self._nothing = VoxelStatistics(num_classes, (bins,), classwise=classwise).align(_LAYOUT)
+        self._nothing = VoxelStatistics(num_classes, (num_bins,), classwise=classwise).align(_LAYOUT)
         self._add_states(self._nothing.tensors())
 
     def update(self, preds: Tensor, target: Tensor, uncalibrated: Tensor | None = None) -> None:
@@ -204,7 +203,7 @@ class Calibration(_Sums):
         return {id: torch.tensor(float(value), dtype=torch.float64, device=device) for id, value in values.items()}
 
     def _options(self, spec: MetricSpec) -> dict[str, int]:
-        return {"num_bins": self.bins} if "num_bins" in inspect.signature(spec.function).parameters else {}
+        return {"num_bins": self.num_bins} if "num_bins" in options_of(spec.function) else {}
 
 
 def _spec(id: str) -> MetricSpec:
@@ -248,6 +247,6 @@ def _look_like_probabilities(preds: Tensor, ignored: Tensor) -> bool:
         here = scores[part]
         return bool((((here >= 0) & (here <= 1)).all(-1) | ignored[part]).all())
 
-    # Logits betray themselves among a few voxels, and then need not be read a second time.
+    # A few voxels usually show that these are logits, which then need not be read twice.
     middle = tuple(slice(size // 2, size // 2 + 8) for size in ignored.shape)
     return inside(middle) and inside(())

@@ -33,8 +33,8 @@ def dice_per_class(
         >>> dice_per_class(stats)
         array([0.66666667, 0.66666667,        nan])
     """
-    hits, either = _overlap(stats, region)
-    return _ratio(2 * hits, either + hits, absent)
+    confusion = stats.total(region).confusion
+    return _ratio(2 * np.diagonal(confusion), confusion.sum(0) + confusion.sum(1), absent)
 
 
 def dsc(
@@ -76,8 +76,9 @@ def miou(
         >>> miou(VoxelStatistics(3).update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1])))
         0.5
     """
-    hits, either = _overlap(stats, region)
-    return _mean(stats, _ratio(hits, either, absent), background)
+    confusion = stats.total(region).confusion
+    hits = np.diagonal(confusion)
+    return _mean(stats, _ratio(hits, confusion.sum(0) + confusion.sum(1) - hits, absent), background)
 
 
 def accuracy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -118,13 +119,6 @@ def flip(
 def _mean(stats: VoxelStatistics, values: NDArray[np.float64], background: bool) -> Measure:
     """The mean over classes ``(C,)``."""
     return Measure.mean(values if background or stats.background is None else np.delete(values, stats.background))
-
-
-def _overlap(stats: VoxelStatistics, region: Region) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """TP and TP + FP + FN of every class."""
-    confusion = stats.total(region).confusion
-    hits = np.diagonal(confusion)
-    return hits, confusion.sum(0) + confusion.sum(1) - hits
 
 
 def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64], absent: Absent) -> NDArray[np.float64]:

@@ -1,25 +1,25 @@
 """Distances between predicted and labelled surfaces, per class: Hausdorff 95, average surface distance, surface Dice.
 
 Definitions, written once. The *surface* of a class is the set of its voxels that have a face neighbour of another class
-or lie at the image border (voxel centres, as MONAI, MedPy and seg-metrics have it; not DeepMind's marching cubes). Two
-departures from MONAI, both so that nothing absent makes a surface: a neighbour that is ignored or masked out does not
-count as another class, and along an axis of length 1 (a single slice) there is no border. A distance leads from a
-surface voxel to the nearest surface voxel of the same class in the other segmentation, in voxels or in the unit of
-``spacing``; P holds those of the prediction's surface voxels, L those of the labels'.
+or lie at the image border (voxel centres, as in MONAI, MedPy and seg-metrics; not DeepMind's marching cubes). Two
+points differ from MONAI so that missing data makes no surface: an ignored or masked neighbour does not count as
+another class, and an axis of length 1 (a single slice) has no border. A distance leads from a surface voxel to the
+nearest surface voxel of the same class in the other segmentation, in voxels or in the unit of ``spacing``; P holds
+those of the prediction's surface voxels, L those of the labels'.
 
-A class with voxels in *one* of the two only is a miss, and a miss has no distance. It must not go unpunished: surface
-Dice is 0 there, and ``absent`` chooses what HD95 and ASD are:
+A class with voxels in only *one* of the two is a miss, and a miss has no distance. It must count as an error: surface
+Dice is 0, and ``absent`` chooses the value of HD95 and ASD:
 
-* ``"diagonal"`` (the default): the diagonal of the image, edge to edge, in the unit of the spacing; a bit more than any
-  distance in the image, so missing a class is worse than any error.
+* ``"diagonal"`` (the default): the diagonal of the image, edge to edge, in the unit of the spacing. It is larger than
+  any distance in the image, so missing a class is worse than any error.
 * ``"infinite"``: inf, as in DeepMind surface-distance and MONAI (whose Hausdorff percentile is NaN).
-* ``"skip"``: NaN, which means leave out. A prediction is then better off missing a class than getting it wrong.
-* a number: that length.
+* ``"skip"``: NaN, so the class is left out. Missing a class then scores better than getting it wrong.
+* a number: that distance.
 
-A class in *neither* is undefined, NaN, and so is one in both that has a surface in one of them only (a class that fills
-all valid voxels has none where these do not reach the image border).
+A class in *neither* is undefined (NaN), and so is a class in both that has a surface in only one of them (a class that
+fills all valid voxels has no surface where these do not reach the image border).
 
-Finding surfaces and distances is the expensive thing: ``surface_distances`` does it once, all else reduces it.
+Finding surfaces and distances is the expensive part: ``surface_distances`` does it once, and all metrics reduce it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def surface_distances(
     shared = predicted & labelled & (prediction == labels)
     forth, back, here, there = [], [], [], []
     for n in range(len(labels)):
-        # Where the surfaces coincide the distance is 0, which spares good predictions most of the search.
+        # Where the surfaces coincide the distance is 0: good predictions need little search.
         p, p_shared = _points_by_class(prediction[n], predicted[n], shared[n], num_classes, lengths)
         q, q_shared = _points_by_class(labels[n], labelled[n], shared[n], num_classes, lengths)
         forth.append([_nearest(p[c], p_shared[c], q[c]) for c in range(num_classes)])
@@ -161,10 +161,7 @@ def asd(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
     One mean over all surface voxels of both segmentations (ASSD of Heimann et al., "Comparison and evaluation of
     methods for liver segmentation from CT datasets", 2009; MONAI with ``symmetric=True``), not the mean of two means.
 
-    Args:
-        distances: From ``surface_distances``.
-        absent: The value of a class that is in one segmentation only: ``"diagonal"``, ``"infinite"``, ``"skip"`` or a
-            number; see above. A class in neither is NaN.
+    ``absent`` is the value of a class that is in one segmentation only, as for ``hd95``.
 
     Examples:
         >>> labels = torch.tensor([[0, 1, 1, 0, 0]])
@@ -206,7 +203,7 @@ def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent:
 
 
 def foreground(values: Tensor, background: int | None = 0) -> Tensor:
-    """The ``(N, C)`` values without those of the background, where there is one.
+    """The ``(N, C)`` values without the background, if there is one.
 
     Examples:
         >>> foreground(torch.tensor([[1, 2, 3]]), 1)
@@ -216,7 +213,7 @@ def foreground(values: Tensor, background: int | None = 0) -> Tensor:
 
 
 def class_mean(values: Tensor, background: int | None = 0) -> Measure:
-    """The mean over images and classes but the background, of the ``(N, C)`` values that are defined.
+    """The mean of the ``(N, C)`` values over images and classes, without the background and undefined values.
 
     Examples:
         >>> values = torch.tensor([[9.0, 1.0, 2.0, torch.nan]])
@@ -259,7 +256,7 @@ def _nearest(points: Distances, shared: NDArray[np.bool_], targets: Distances) -
 
 
 def _present(segmentation: Tensor, valid: Tensor, points: list[Distances]) -> Tensor:
-    """``(C,)`` bool: whether the class has a valid voxel in an image; those that have surface points certainly do."""
+    """``(C,)`` bool: whether each class has a valid voxel in an image. Classes with surface points certainly do."""
     if all(len(own) for own in points):
         return torch.ones(len(points), dtype=torch.bool, device=segmentation.device)
     voxels = segmentation.flatten() if bool(valid.all()) else segmentation[valid]
