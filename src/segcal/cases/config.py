@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from segcal.cases.toml import read_toml
-from segcal.errors import ConfigError, did_you_mean
+from segcal.cases.toml import check_known, read_toml
+from segcal.errors import ConfigError
 from segcal.types import Kind
 
 CONFIG_NAME = "segcal.toml"
@@ -115,14 +115,7 @@ def load_config(path: Path) -> DatasetConfig:
 
 def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:
     """Check the keys and values of a configuration and give them their types."""
-    known = [item.name for item in fields(DatasetConfig)]
-    for name in raw:
-        if name not in known:
-            raise ConfigError(
-                f"unknown key '{name}'",
-                expected="one of " + ", ".join(known),
-                fix=did_you_mean(name, known),
-            )
+    check_known("key", raw, [item.name for item in fields(DatasetConfig)])
     return DatasetConfig(**{name: _parse(name, value) for name, value in raw.items() if value is not None})
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from segcal.errors import ConfigError, OutputError
+from segcal.errors import ConfigError, OutputError, did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,6 +29,15 @@ def read_toml(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Confi
         return parse(raw)
     except ConfigError as error:
         raise error.at(where=str(path)) from None
+
+
+def check_known(kind: str, given: Iterable[str], known: Sequence[str], of: str = "") -> None:
+    """Raise unless all names given are known, such as the keys of a table; ``of`` says what they belong to."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"unknown {kind} '{name}'{of}", expected=f"one of {', '.join(known)}", fix=did_you_mean(name, known)
+            )
 
 
 def toml_text(text: str) -> str:

@@ -97,12 +97,9 @@ def _one_pass(
     fast = fast_penalties(batch.logits)
     if fast is None:
         return None
-
-    def add(piece: Batch, terms: Terms, scale: float) -> None:
-        codes = label_codes(piece)
-        fast.add_phr(*terms, piece.logits, codes, tables, margin=margin, patch=patch, scale=scale)
-
-    return add
+    return lambda piece, terms, scale: fast.add_phr(
+        *terms, piece.logits, label_codes(piece), tables, margin=margin, patch=patch, scale=scale
+    )
 
 
 @torch.no_grad()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
-from segcal.cases.toml import read_toml
-from segcal.errors import MAX_SEED, ConfigError, did_you_mean
+from segcal.cases.toml import check_known, read_toml
+from segcal.errors import MAX_SEED, ConfigError
 from segcal.losses import LOSSES
 from segcal.training.networks import Network, Norm
 
@@ -155,7 +155,7 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
         segcal.errors.ConfigError: unknown key 'epoch'; ... To fix: did you mean 'epochs'?
     """
     hints = get_type_hints(TrainingConfig, include_extras=True)
-    _check_known("key", raw, list(hints))
+    check_known("key", raw, list(hints))
     for name in ("data", "output"):
         if name not in raw:
             raise ConfigError(f"no key '{name}'", expected=f"{name} = '...'")
@@ -173,14 +173,6 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         for name in sorted({*mine, *theirs} - {*FREE})
         if mine.get(name) != theirs.get(name)
     ]
-
-
-def _check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigError(
-                f"unknown {kind} '{name}'", expected=f"one of {', '.join(known)}", fix=did_you_mean(name, known)
-            )
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
@@ -203,8 +195,8 @@ def _loss(value: Any) -> LossSpec:
     table = {"id": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("id"), str):
         raise ConfigError(f"loss = {value!r}", expected="a loss id, or tables with id, factor, options")
-    _check_known("key of loss", table, [item.name for item in fields(LossSpec)])
-    _check_known("loss", [table["id"]], list(LOSSES))
+    check_known("key of loss", table, [item.name for item in fields(LossSpec)])
+    check_known("loss", [table["id"]], list(LOSSES))
     factor, options = table.get("factor", 1.0), table.get("options", {})
     if not _number(factor):
         raise ConfigError(f"loss.factor = {factor!r}", expected="a number")

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from segcal.errors import ConfigError, check_name, did_you_mean
+from segcal.cases.toml import check_known
+from segcal.errors import ConfigError, check_name
 from segcal.losses import LOSSES, CombinedLoss, CRaC
 from segcal.training.config import LossSpec
 
@@ -41,13 +42,7 @@ def _build(spec: LossSpec, classes: int, ignore_index: int) -> nn.Module:
     cls = LOSSES[spec.id]
     known = [name for name in cls.defaults() if name not in _GIVEN]
     options: dict[str, Any] = dict(spec.options)
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"unknown option '{name}' of loss '{spec.id}'",
-                expected=f"one of {', '.join(known)}",
-                fix=did_you_mean(name, known),
-            )
+    check_known("option", options, known, f" of loss '{spec.id}'")
     base = options.get("base", "ce")
     if base == "none":
         options["base"] = None
