@@ -230,7 +230,7 @@ def test_only_pictures_of_the_folder_are_read(tmp_path):
     outside = str(tmp_path / "outside.png")
     shown, remarks = embed_pictures(browser_of("inside.png", "../outside.png", outside, "text.png", "none.png"), folder)
     assert [each["index"] for each in shown[0]["slices"]] == [0]
-    assert remarks == ["4 pictures of cases are not there or are no PNG files."]
+    assert remarks == ["4 pictures of cases are missing or are not PNG files."]
 
 
 def test_large_volumes_keep_evenly_spaced_slices(tmp_path):
@@ -250,7 +250,7 @@ def test_keys_have_the_colours_of_the_pictures():
     for colours in (browser._CONFIDENCE, browser._TEMPERATURE, browser._CLASSES):
         listed = ", ".join(f'"rgb({r:.0f} {g:.0f} {b:.0f})"' for r, g, b in colours.tolist())
         assert listed in re.sub(r"\s+", " ", text).replace("[ ", "[").replace(", ]", "]")
-    for colour in (browser._IGNORED, browser._WRONG, browser._HARM, browser._GAIN, browser._NEUTRAL):
+    for colour in (browser._IGNORED, browser._RED, browser._GREEN, browser._ORANGE):
         assert "rgb({} {} {})".format(*colour.tolist()) in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.markup import escape
@@ -134,11 +134,9 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
-@contextmanager
-def study_progress() -> Iterator[Callable[[Step], None]]:
+def study_progress() -> AbstractContextManager[Callable[[Step], None]]:
     """A progress bar for a study, or one line a minute."""
-    with _shown("comparing", TaskProgressColumn()) as show:
-        yield show
+    return _shown("comparing", TaskProgressColumn())
 
 
 @contextmanager

@@ -17,35 +17,25 @@ def embed_pictures(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The browser's cases with their PNG files as base64, and remarks on what could not be shown.
 
-    Where all would be more than ``most_bytes``, every case keeps fewer slices, evenly spaced; then the last cases go.
-    Only PNG files inside ``folder`` are read.
+    If all pictures exceed ``most_bytes``, every case keeps fewer slices, evenly spaced; then the last cases are left
+    out. Only PNG files inside ``folder`` are read.
     """
     cases = []
     missing = 0
     for case in browser:
         slices = []
         for each in case["slices"]:
-            panels = []
-            for panel in each["panels"]:
-                code = _picture(folder, str(panel["file"]))
-                missing += code is None
-                if code is not None:
-                    panels.append({"name": panel["name"], "picture": code})
+            read = [{"name": panel["name"], "picture": _picture(folder, panel["file"])} for panel in each["panels"]]
+            panels = [panel for panel in read if panel["picture"] is not None]
+            missing += len(read) - len(panels)
             if panels:
                 slices.append({"index": each["index"], "panels": panels})
-        cases.append(
-            {
-                "case": case["case"],
-                "channel": case.get("channel", ""),
-                "title": case.get("title"),
-                "numbers": case.get("numbers") or {},
-                "slices": slices,
-            }
-        )
-    remarks = [f"{missing} pictures of cases are not there or are no PNG files."] if missing else []
+        about = {"channel": "", "title": None, **case, "numbers": case.get("numbers") or {}}
+        cases.append({**{name: about[name] for name in ("case", "channel", "title", "numbers")}, "slices": slices})
+    remarks = [f"{missing} pictures of cases are missing or are not PNG files."] if missing else []
     kept = _within(cases, most_bytes)
     if sum(map(_size, kept)) < sum(map(_size, cases)):
-        remarks.append("Some slices or cases are left out of the pictures, as this page would become too large.")
+        remarks.append("Some slices or cases are left out of the pictures, to keep this page small.")
     return kept, remarks
 
 
@@ -62,11 +52,11 @@ def _size(case: Mapping[str, Any]) -> int:
 
 
 def _within(cases: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
+    kept = cases
     for slices in range(max((len(case["slices"]) for case in cases), default=0), 0, -1):
         kept = [{**case, "slices": _evenly(case["slices"], slices)} for case in cases]
         if sum(map(_size, kept)) <= most_bytes:
             return kept
-    kept = [{**case, "slices": _evenly(case["slices"], 1)} for case in cases]
     while kept and sum(map(_size, kept)) > most_bytes:
         kept.pop()
     return kept

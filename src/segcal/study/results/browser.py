@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,23 +22,21 @@ from segcal.types import Case
 CASES, SLICES, PIXELS = 12, 8, 256
 Pixels = NDArray[np.uint8]
 
-# Okabe and Ito's colours, told apart by colour-blind readers; more classes take hues a golden angle apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. More classes take hues a golden angle apart.
 _CLASSES = np.array(
     [(40, 40, 46), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0)], np.uint8
 )
 _IGNORED = np.array((128, 128, 128), np.uint8)
-# Dark blue over teal to pale yellow: brighter is more confident, in print too.
+# Dark blue over teal to pale yellow: brighter means more confident, in print too.
 _CONFIDENCE = np.array([(13, 8, 60), (46, 66, 138), (32, 131, 141), (94, 201, 120), (253, 240, 150)], float)
 # Blue below 1, white at 1, red above.
 _TEMPERATURE = np.array([(33, 82, 163), (146, 181, 222), (247, 247, 247), (231, 148, 122), (160, 22, 38)], float)
-_RIGHT, _WRONG = np.array((226, 232, 236), np.uint8), np.array((200, 50, 40), np.uint8)
-_KEPT, _HARM, _GAIN, _NEUTRAL = (
-    np.array(colour, np.uint8) for colour in ((226, 232, 236), (200, 50, 40), (0, 140, 100), (230, 159, 0))
-)
+# Right or kept; wrong or flipped for the worse; flipped for the better; flipped from wrong to wrong.
+_GREY, _RED, _GREEN, _ORANGE = np.array([(226, 232, 236), (200, 50, 40), (0, 140, 100), (230, 159, 0)], np.uint8)
 
 
 class Place(NamedTuple):
-    """What is drawn: a case or, of multi-label data, a channel of one."""
+    """What is drawn: a case or, for multi-label data, a channel of one."""
 
     case: str
     channel: int = 0
@@ -53,13 +51,13 @@ def write_browser(
     after: Mapping[str, Mapping[Place, float]],
     folder: Path,
 ) -> list[dict[str, Any]]:
-    """Draw some cases, those with the worst ECE before calibration first; PNG files have numbers for names.
+    """Draw some cases, those with the worst ECE before calibration first. The names of the PNG files are numbers.
 
-    Of multi-label data it is channels of cases that are chosen and drawn.
+    For multi-label data, channels of cases are chosen and drawn.
 
     Args:
-        cases: To choose from.
-        calibrator: What "after" means for a case; None leaves those panels out.
+        cases: Cases to choose from.
+        calibrator: The calibrator of a case, for the panels "after"; None leaves these out.
         method: Its name in the study.
         before: Metric to the values of every place, uncalibrated.
         after: The same, calibrated.
@@ -73,13 +71,11 @@ def write_browser(
         if cases.channel_names is not None:
             case, own = case.channel(where.channel), of_channel(own, where.channel)
         slices = []
-        for place, panels in enumerate(_panels(case, own)):
-            files: list[dict[str, str]] = []
-            for panel, pixels in panels["pictures"].items():
-                file = f"browser/{number}-{place}-{len(files)}.png"
-                _save(pixels, folder / file)
-                files.append({"name": panel, "file": file})
-            slices.append({"index": panels["index"], "panels": files})
+        for place, (index, pictures) in enumerate(_panels(case, own)):
+            files = {name: f"browser/{number}-{place}-{panel}.png" for panel, name in enumerate(pictures)}
+            for name, file in files.items():
+                _save(pictures[name], folder / file)
+            slices.append({"index": index, "panels": [{"name": name, "file": file} for name, file in files.items()]})
         numbers = {f"{metric} before": values[where] for metric, values in before.items()}
         if calibrator is not None:
             numbers |= {f"{metric} after": values[where] for metric, values in after.items()}
@@ -100,12 +96,13 @@ def write_browser(
 def chosen_cases(
     ece: Mapping[Place, float], change: Mapping[Place, float] | None = None, count: int = CASES
 ) -> list[tuple[Place, str]]:
-    """Names and titles of up to ``count`` cases: a third with the worst ECE, a third helped least, and two kinds more.
+    """Up to ``count`` cases with their titles: a third with the worst ECE, a third helped least, others from the middle
+    and the best.
 
     Args:
-        ece: Of every case.
-        change: Of the NLL of every case, which is what calibration helped; without it no case is chosen by it.
-        count: How many cases, at least 4.
+        ece: The ECE of every case.
+        change: The change of NLL by calibration of every case; without it, no case is chosen by it.
+        count: The number of cases, at least 4.
 
     Examples:
         >>> a, b, c, d, e, f = (Place(name) for name in "abcdef")
@@ -134,26 +131,22 @@ def _falling(values: Mapping[Place, float]) -> list[Place]:
     return sorted(values, key=lambda name: (math.isnan(values[name]), -values[name], name))
 
 
-def _panels(case: Case, calibrator: AnyCalibrator) -> list[dict[str, Any]]:
+def _panels(case: Case, calibrator: AnyCalibrator) -> Iterator[tuple[int | None, dict[str, Pixels]]]:
     """For every slice shown: its index (None in 2D) and its pictures by name."""
     whole = None if calibrator is None else case_scores(case, calibrator)
-    volume = len(case.shape) == 5
     places: Sequence[int | None] = [None]
-    if volume:
+    if len(case.shape) == 5:
         depth = case.shape[2]
         places = sorted({int(place) for place in np.linspace(0, depth - 1, min(SLICES, depth)).round()})
-    found = []
     for place in places:
-        logits = _plane(case.logits[0], place)
         labels, valid = _plane(case.labels[0][None], place)[0], _plane(case.valid[0][None], place)[0]
         image = None if case.image is None else _plane(case.image[0], place)
         log_probs = None if whole is None else _plane(whole[0], place)
-        found.append({"index": place, "pictures": _pictures(logits, labels, valid, image, log_probs)})
-    return found
+        yield place, _pictures(_plane(case.logits[0], place), labels, valid, image, log_probs)
 
 
 def _plane(tensor: Tensor, place: int | None) -> Tensor:
-    """``(channels, H, W)``, thinned out to the size of a picture; nearest neighbours, as labels have no mean."""
+    """``(channels, H, W)``, subsampled to the size of a picture (labels cannot be averaged)."""
     plane = tensor if place is None else tensor[:, place]
     if plane.ndim == 2:  # a line of voxels
         plane = plane[:, None]
@@ -172,21 +165,21 @@ def _pictures(
     if log_probs is not None:
         pictures["confidence after"] = _mapped(log_probs.exp().amax(0), _CONFIDENCE)
         pictures["temperature"] = _mapped(_effective_temperature(logits, log_probs).log2() / 4 + 0.5, _TEMPERATURE)
-    pictures["error"] = _where(valid, _where(right, _RIGHT, _WRONG), _IGNORED)
+    pictures["error"] = _where(valid, _where(right, _GREY, _RED), _IGNORED)
     if log_probs is not None:
         now = log_probs.argmax(0)
-        flips = _where(right, _HARM, _where(now == labels, _GAIN, _NEUTRAL))
-        pictures["flips"] = _where(valid, _where(now == logits.argmax(0), _KEPT, flips), _IGNORED)
+        flips = _where(right, _RED, _where(now == labels, _GREEN, _ORANGE))
+        pictures["flips"] = _where(valid, _where(now == logits.argmax(0), _GREY, flips), _IGNORED)
     return pictures
 
 
 def _effective_temperature(logits: Tensor, log_probs: Tensor) -> Tensor:
-    """How many times the margin between the two best classes shrank; the temperature itself for ``S(z / T)``."""
+    """The factor by which the margin between the two best classes shrank; for ``S(z / T)``, the temperature itself."""
     best = logits.topk(2, 0)
     margin = best.values[0] - best.values[1]
     after = log_probs.gather(0, best.indices)
     ratio = margin / (after[0] - after[1])
-    # Where classes tie, or swap places, there is no such temperature.
+    # If classes tie or swap places, there is no such temperature.
     return torch.where((ratio > 0) & ratio.isfinite(), ratio, torch.ones_like(ratio)).clamp(0.25, 4.0)
 
 

@@ -90,46 +90,38 @@ class Group(NamedTuple):
 
         ``progress`` is called with the name of each case before it is read.
         """
+
+        def measure(some: Mapping[str, Calibrator | None]) -> None:
+            started = time.perf_counter()
+            results = evaluate_many(plan, cases, some, workers=workers, progress=callback, counted=self.counted)
+            about = {"counted": list(self.counted), "seconds": (time.perf_counter() - started) / len(some)}
+            for method, own in results.items():
+                document = _without_cases(own, about).to_dict()
+                found[method] = store.write("evaluation", self.key(method), document)
+
+        plan = Plan.make(self.columns, (), seed=self.seed, background=self.part.background)
+        cases = variant_of(self.part, self.variant)
         kept = {method: store.read("evaluation", self.key(method)) for method in self.fits}
         found = {method: document for method, document in kept.items() if document is not None}
         calibrators = {method: store.fitted(fit) for method, fit in self.fits.items() if method not in found}
         callback = _Callback(progress)
         failures: dict[str, str] = {}
         try:
-            found.update(self._measured(calibrators, store, workers, callback))
+            if calibrators:
+                measure(calibrators)
         except Exception as error:
             if callback.raised or isinstance(error, WorkerError):  # stopped from outside
                 raise
             # A method cannot evaluate these cases. Run alone, each one shows whether it is the one that fails.
             for method, calibrator in calibrators.items():
                 try:
-                    found.update(self._measured({method: calibrator}, store, workers, callback))
+                    measure({method: calibrator})
                 except Exception as error:
                     # Without a calibrator, the scores themselves are at fault.
                     if callback.raised or calibrator is None or isinstance(error, WorkerError):
                         raise
                     failures[method] = str(error) if isinstance(error, SegcalError) else repr(error)
         return {method: Evaluation.from_dict(document) for method, document in found.items()}, failures
-
-    def _measured(
-        self,
-        calibrators: Mapping[str, Calibrator | None],
-        store: Store,
-        workers: int,
-        progress: Callable[[str], None],
-    ) -> dict[str, dict[str, Any]]:
-        if not calibrators:
-            return {}
-        started = time.perf_counter()
-        plan = Plan.make(self.columns, (), seed=self.seed, background=self.part.background)
-        cases = variant_of(self.part, self.variant)
-        results = evaluate_many(plan, cases, calibrators, workers=workers, progress=progress, counted=self.counted)
-        seconds = (time.perf_counter() - started) / len(calibrators)
-        about = {"counted": list(self.counted), "seconds": seconds}
-        return {
-            method: store.write("evaluation", self.key(method), _without_cases(own, about).to_dict())
-            for method, own in results.items()
-        }
 
 
 class _Callback:
