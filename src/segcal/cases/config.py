@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from segcal.cases.toml import check_known, read_toml
+from segcal.cases.rules import BOOL, Rule, Table, checked, choice, is_whole, list_of
+from segcal.cases.splits import PARTS
+from segcal.cases.toml import read_toml
 from segcal.errors import ConfigError
 from segcal.types import Kind
 
 CONFIG_NAME = "segcal.toml"
 SPACING_RANGE = "positive numbers, 1e-12 to 1e12"
+
+Layout = Literal["plain", "nnunet"]
+Exterior = Literal["mask", "keep"]
+Axes = Literal["zyx", "xyz"]
+
+
+def is_spacing(value: float) -> bool:
+    """Whether this is a valid voxel size. Beyond these bounds squared distances would overflow or vanish."""
+    return 1e-12 <= value <= 1e12
+
+
+def _is_int(value: Any) -> bool:
+    return is_whole(value) and -(2**63) <= value < 2**63
+
+
+def _are_names(value: Any) -> bool:
+    texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    return texts and len(set(value)) == len(value)
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"groups = {text!r} ({error})", expected="a regular expression") from None
+    return text
+
+
+_TEXT = Rule(lambda v: isinstance(v, str), "a text")
+_PATTERN = Rule(lambda v: isinstance(v, str), "a text", _pattern)
+_INTEGER = Rule(_is_int, "a whole number that fits 64 bits")
+_COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
+_NAMES = Rule(_are_names, "a list of texts, all different names", tuple)
+_BACKGROUND = Rule(lambda v: v == "none" or _is_int(v), "the number of a class, or 'none'")
+_LABELS = Rule(
+    lambda v: isinstance(v, list | tuple) and bool(v) and all(_is_int(item) and item >= 0 for item in v),
+    "a list of labels",
+    tuple,
+)
+_SIZES = Rule(
+    lambda v: isinstance(v, list | tuple) and all(isinstance(item, int | float) and is_spacing(item) for item in v),
+    f"a list of {SPACING_RANGE}, one per axis",
+    lambda v: tuple(map(float, v)),
+)
+_CASES = list_of(lambda item: isinstance(item, str), f"{', '.join(PARTS)}: lists of case names")
 
 
 @dataclass(frozen=True)
@@ -25,43 +72,43 @@ class DatasetConfig:
         'probs'
     """
 
-    layout: Literal["plain", "nnunet"] = "plain"
-    kind: Kind | None = None
+    layout: Annotated[Layout, choice(Layout)] = "plain"
+    kind: Annotated[Kind | None, choice(Kind)] = None
     """``logits`` or ``probs``; the folder names ``logits/`` and ``probs/`` declare it too."""
-    scores: str | None = None
+    scores: Annotated[str | None, _TEXT] = None
     """Folder of the scores. Plain layout: ``logits`` or ``probs``; nnunet: the folder itself."""
-    labels: str | None = None
-    images: str | None = None
-    masks: str | None = None
-    posteriors: str | None = None
-    classes: int | None = None
-    class_names: tuple[str, ...] | None = None
-    ignore_index: int | None = None
-    """Label that takes a voxel out of everything; 255 by default."""
-    background: int | Literal["none"] | None = None
+    labels: Annotated[str | None, _TEXT] = None
+    images: Annotated[str | None, _TEXT] = None
+    masks: Annotated[str | None, _TEXT] = None
+    posteriors: Annotated[str | None, _TEXT] = None
+    classes: Annotated[int | None, _COUNT] = None
+    class_names: Annotated[tuple[str, ...] | None, _NAMES] = None
+    ignore_index: Annotated[int | None, _INTEGER] = None
+    """Label of voxels that are ignored; 255 by default."""
+    background: Annotated[int | Literal["none"] | None, _BACKGROUND] = None
     """The class that metrics of the foreground leave out, or ``none``; 0 by default."""
-    pooling: Kind | None = None
+    pooling: Annotated[Kind | None, choice(Kind)] = None
     """Space in which ensemble members are averaged; by default the one they are stored in."""
-    multilabel: bool | None = None
+    multilabel: Annotated[bool | None, BOOL] = None
     """Channels are sigmoid outputs that may overlap; each is a two-class problem."""
-    regions: Mapping[str, tuple[int, ...]] | None = None
+    regions: Annotated[Mapping[str, tuple[int, ...]] | None, Table(_LABELS)] = None
     """Multi-label data with an integer label map: which labels make up each channel, in channel order."""
-    exterior: Literal["mask", "keep"] | None = None
+    exterior: Annotated[Exterior | None, choice(Exterior)] = None
     """Whether exact one-hot background connected to the border is masked (nnunet: yes; plain: no)."""
-    axes: Literal["zyx", "xyz"] = "zyx"
+    axes: Annotated[Axes, choice(Axes)] = "zyx"
     """Order of the spatial axes in array files (npy, npz, zarr, h5, tif); NIfTI needs no declaration."""
-    key: str | None = None
+    key: Annotated[str | None, _TEXT] = None
     """Name of the score array in npz, h5 and zarr files that hold several."""
-    spacing: tuple[float, ...] | Mapping[str, tuple[float, ...]] | None = None
-    """Voxel size per spatial axis ``(z, y, x)``, for all cases or per case; NIfTI files bring their own."""
-    groups: str | None = None
+    spacing: Annotated[tuple[float, ...] | Mapping[str, tuple[float, ...]] | None, Table(_SIZES, single=True)] = None
+    """Voxel size per spatial axis ``(z, y, x)``, for all cases or per case; NIfTI files have their own."""
+    groups: Annotated[str | None, _PATTERN] = None
     """Regular expression that finds the group (patient) in a case name, so that splits keep groups together."""
-    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    splits: Annotated[Mapping[str, tuple[str, ...]], Table(_CASES)] = field(default_factory=dict)
     """``calibration``, ``validation``, ``test``: lists of case names."""
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names of the channels of the scores: classes or, of multi-label data, regions."""
+        """The names of the channels of the scores: classes or, in multi-label data, regions."""
         return tuple(self.regions) if self.regions else self.class_names
 
     def background_class(self, num_classes: int) -> int | None:
@@ -93,16 +140,6 @@ class DatasetConfig:
         )
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": ("plain", "nnunet"),
-    "kind": ("logits", "probs"),
-    "pooling": ("logits", "probs"),
-    "exterior": ("mask", "keep"),
-    "axes": ("zyx", "xyz"),
-}
-_TEXTS = ("scores", "labels", "images", "masks", "posteriors", "key", "groups")
-
-
 def background_line(background: int | None) -> str:
     """The line of ``segcal.toml`` that names the background class."""
     return 'background = "none"' if background is None else f"background = {background}"
@@ -114,87 +151,11 @@ def load_config(path: Path) -> DatasetConfig:
 
 
 def parse_config(raw: Mapping[str, Any]) -> DatasetConfig:
-    """Check the keys and values of a configuration and give them their types."""
-    check_known("key", raw, [item.name for item in fields(DatasetConfig)])
-    return DatasetConfig(**{name: _parse(name, value) for name, value in raw.items() if value is not None})
-
-
-def _parse(name: str, value: Any) -> Any:
-    if name in _CHOICES:
-        return _require(name, value, value in _CHOICES[name], " or ".join(map(repr, _CHOICES[name])))
-    if name == "multilabel":
-        return _require(name, value, isinstance(value, bool), "true or false")
-    if name == "classes":
-        return _require(name, value, _is_int(value) and value > 0, "a whole number above 0")
-    if name == "ignore_index":
-        return _require(name, value, _is_int(value), "a whole number that fits 64 bits")
-    if name in _TEXTS:
-        text = _require(name, value, isinstance(value, str), "a text")
-        return _pattern(text) if name == "groups" else text
-    if name == "background":
-        return _require(name, value, value == "none" or _is_int(value), "the number of a class, or 'none'")
-    if name == "class_names":
-        names = tuple(_require(name, value, _is_list(value, lambda item: isinstance(item, str)), "a list of texts"))
-        return _require(name, names, len(set(names)) == len(names), "different names")
-    if name == "spacing" and not isinstance(value, Mapping):
-        return _spacing(name, value)
-    table = _require(name, value, isinstance(value, Mapping), "a table")
-    if name == "spacing":
-        return {case: _spacing(f"spacing.{case}", item) for case, item in table.items()}
-    if name == "regions":
-        _require("[regions]", dict(table), bool(table), "a list of labels for every channel")
-        return {
-            region: tuple(
-                _require(f"regions.{region}", item, _is_list(item, _is_label) and len(item) > 0, "a list of labels")
-            )
-            for region, item in table.items()
-        }
-    parts = ("calibration", "validation", "test")
-    return {
-        part: tuple(
-            _require(
-                f"splits.{part}",
-                item,
-                part in parts and _is_list(item, lambda name: isinstance(name, str)),
-                f"{', '.join(parts)}: lists of case names",
-            )
-        )
-        for part, item in table.items()
-    }
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ConfigError(f"groups = {text!r} ({error})", expected="a regular expression") from None
-    return text
-
-
-def is_spacing(value: float) -> bool:
-    """Whether this is a valid voxel size. Beyond these bounds squared distances would overflow or vanish."""
-    return 1e-12 <= value <= 1e12
-
-
-def _spacing(name: str, value: Any) -> tuple[float, ...]:
-    good = _is_list(value, lambda item: isinstance(item, int | float) and is_spacing(item))
-    return tuple(float(item) for item in _require(name, value, good, f"a list of {SPACING_RANGE}, one per axis"))
-
-
-def _is_int(value: Any) -> bool:
-    """Whether this is a whole number that fits 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _is_label(value: Any) -> bool:
-    return _is_int(value) and value >= 0
-
-
-def _is_list(value: Any, good: Callable[[Any], bool]) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(good, value))
-
-
-def _require(name: str, value: Any, good: bool, expected: str) -> Any:
-    if not good:
-        raise ConfigError(f"{name} = {value!r}", expected=expected)
-    return value
+    """Check the keys and values of a configuration; those that are None have their defaults."""
+    values = checked(DatasetConfig, {name: value for name, value in raw.items() if value is not None})
+    if values.get("regions") == {}:
+        raise ConfigError("[regions] is empty", expected="a list of labels for every channel")
+    for part in values.get("splits", ()):
+        if part not in PARTS:
+            raise ConfigError(f"splits.{part} = {list(values['splits'][part])}", expected=_CASES.expected)
+    return DatasetConfig(**values)

@@ -218,23 +218,21 @@ def mean_over_channels(channels: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def _summarise(rows: Sequence[Row], groups: Mapping[str, str] | None, seed: int) -> SummaryRow:
-    pooled = math.nan
-    values: list[float] = []
-    names: list[str] = []
-    missed = 0
-    for row in rows:
-        if row.case is POOLED:
-            pooled = row.value
-        else:
-            values.append(row.value)
-            names.append(row.case)
-            missed += row.missed
-    defined = [value for value in values if not math.isnan(value)]
-    mean = math.fsum(defined) / len(defined) if defined else math.nan
-    own = None
-    if groups is not None:
-        own = [groups[name] for name, value in zip(names, values, strict=True) if not math.isnan(value)]
-    low, high = bootstrap_interval(defined, groups=own, seed=seed)
-    region, metric, channel = rows[0].region, rows[0].metric, rows[0].channel
-    undefined = len(values) - len(defined)
-    return SummaryRow(region, metric, pooled, mean, low, high, len(defined), undefined, missed, channel)
+    images = [row for row in rows if row.case is not POOLED]
+    defined = [row for row in images if not math.isnan(row.value)]
+    values = [row.value for row in defined]
+    low, high = bootstrap_interval(
+        values, groups=None if groups is None else [groups[str(row.case)] for row in defined], seed=seed
+    )
+    return SummaryRow(
+        rows[0].region,
+        rows[0].metric,
+        pooled=next((row.value for row in rows if row.case is POOLED), math.nan),
+        mean=math.fsum(values) / len(values) if values else math.nan,
+        low=low,
+        high=high,
+        cases=len(defined),
+        undefined=len(images) - len(defined),
+        missed=sum(row.missed for row in images),
+        channel=rows[0].channel,
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
+from segcal.cases.rules import BOOL, Rule, checked, choice, is_number, is_text, is_whole, list_of
 from segcal.cases.toml import check_known, read_toml
 from segcal.errors import MAX_SEED, ConfigError
 from segcal.losses import LOSSES
@@ -22,57 +23,32 @@ PARTS = ("train", "validation", "test")
 FREE = ("data", "output", "epochs", "device", "workers", "logits")
 
 
-class _Rule(NamedTuple):
-    """Which values a key may have, how an error describes them, and how a value is stored."""
-
-    good: Callable[[Any], bool]
-    expected: str
-    store: Callable[[Any], Any] = lambda value: value
-
-
-def _whole(lowest: int, highest: float = math.inf) -> _Rule:
+def _whole(lowest: int, highest: float = math.inf) -> Rule:
     text = f"a whole number of at least {lowest}" if highest == math.inf else f"{lowest} to {highest:.0f}"
-    return _Rule(lambda v: isinstance(v, int) and not isinstance(v, bool) and lowest <= v <= highest, text)
-
-
-def _number(value: Any, lowest: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and lowest < value < math.inf
-
-
-def _choice(literal: Any) -> _Rule:
-    return _Rule(lambda v: v in get_args(literal), "one of " + ", ".join(map(repr, get_args(literal))))
-
-
-def _list_of(good: Callable[[Any], bool], expected: str) -> _Rule:
-    return _Rule(lambda v: isinstance(v, list | tuple) and all(map(good, v)), expected, tuple)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+    return Rule(lambda v: is_whole(v) and lowest <= v <= highest, text)
 
 
 def _are_folders(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)))
+    return is_text(value) or (isinstance(value, list | tuple) and bool(value) and all(map(is_text, value)))
 
 
 def _is_split(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and set(value) <= set(PARTS)
-        and all(_number(share) and share >= 0 for share in value.values())
+        and all(is_number(share) and share >= 0 for share in value.values())
         and 0 < sum(value.values()) <= 1 + 1e-9
     )
 
 
-_BOOL = _Rule(lambda v: isinstance(v, bool), "true or false")
-_TEXT = _Rule(_is_text, "a text")
+_TEXT = Rule(is_text, "a text")
 _COUNT = _whole(1)
-_POSITIVE = _Rule(lambda v: _number(v, 0), "a positive number", float)
-_FOLDERS = _Rule(_are_folders, "a folder, or a list of them", lambda v: (v,) if isinstance(v, str) else tuple(v))
-_SHARES = _Rule(_is_split, "shares train, validation, test that sum to at most 1", dict)
-_EPOCHS = _list_of(_COUNT.good, "a list of epochs")
-_AUGMENTATIONS = _list_of(get_args(Augmentation).__contains__, "a list of 'flip', 'rotate'; [] for none")
-_SIZE = _list_of(_COUNT.good, "a size, one number for each axis")
+_POSITIVE = Rule(lambda v: is_number(v, 0), "a positive number", float)
+_FOLDERS = Rule(_are_folders, "a folder, or a list of them", lambda v: (v,) if isinstance(v, str) else tuple(v))
+_SHARES = Rule(_is_split, "shares train, validation, test that sum to at most 1", dict)
+_EPOCHS = list_of(_COUNT.good, "a list of epochs")
+_AUGMENTATIONS = list_of(get_args(Augmentation).__contains__, "a list of 'flip', 'rotate'; [] for none")
+_SIZE = list_of(_COUNT.good, "a size, one number for each axis")
 
 
 @dataclass(frozen=True)
@@ -82,6 +58,30 @@ class LossSpec:
     id: str
     factor: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _losses(value: Any) -> tuple[LossSpec, ...]:
+    specs = value if isinstance(value, list) else [value]
+    if not specs:
+        raise ConfigError("loss = []", expected="at least one loss")
+    return tuple(map(_loss, specs))
+
+
+def _loss(value: Any) -> LossSpec:
+    table = {"id": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not isinstance(table.get("id"), str):
+        raise ConfigError(f"loss = {value!r}", expected="a loss id, or tables with id, factor, options")
+    check_known("key of loss", table, [item.name for item in fields(LossSpec)])
+    check_known("loss", [table["id"]], list(LOSSES))
+    factor, options = table.get("factor", 1.0), table.get("options", {})
+    if not is_number(factor):
+        raise ConfigError(f"loss.factor = {factor!r}", expected="a number")
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"loss.options = {options!r}", expected="a table")
+    return LossSpec(table["id"], float(factor), dict(options))
+
+
+_LOSSES = Rule(lambda v: True, "", _losses)  # _losses raises its own errors
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class TrainingConfig:
     """Shares ``train``, ``validation``, ``test``; by default the dataset's own lists, or else 0.7, 0.1, 0.2."""
     classes: Annotated[int | None, _whole(2)] = None
     """C, if the dataset's ``segcal.toml`` does not say it."""
-    network: Annotated[Network, _choice(Network)] = "unet"
+    network: Annotated[Network, choice(Network)] = "unet"
     width: Annotated[int, _COUNT] = 64
     depth: Annotated[int, _whole(1, 8)] = 5
-    norm: Annotated[Norm, _choice(Norm)] = "batch"
+    norm: Annotated[Norm, choice(Norm)] = "batch"
     dims: Annotated[int, _whole(2, 3)] = 2
     """2 trains on images, or on the slices of volumes; 3 on volumes."""
-    loss: tuple[LossSpec, ...] = (LossSpec("ce"),)
+    loss: Annotated[tuple[LossSpec, ...], _LOSSES] = (LossSpec("ce"),)
     learning_rate: Annotated[float, _POSITIVE] = 1e-3
     milestones: Annotated[tuple[int, ...], _EPOCHS] = (50,)
     """Epochs after which the learning rate is multiplied by ``factor``."""
@@ -116,7 +116,7 @@ class TrainingConfig:
     """Images per step, in all processes together."""
     epochs: Annotated[int, _COUNT] = 100
     seed: Annotated[int, _whole(0, MAX_SEED)] = 0
-    amp: Annotated[bool, _BOOL] = False
+    amp: Annotated[bool, BOOL] = False
     """Mixed precision: float16 on CUDA, bfloat16 on a CPU."""
     device: Annotated[str, _TEXT] = "auto"
     workers: Annotated[int, _whole(0)] = 0
@@ -124,9 +124,9 @@ class TrainingConfig:
     augment: Annotated[tuple[Augmentation, ...], _AUGMENTATIONS] = ("flip", "rotate")
     crop: Annotated[tuple[int, ...] | None, _SIZE] = None
     """Training images are cropped or padded to this size."""
-    background: Annotated[bool, _BOOL] = False
+    background: Annotated[bool, BOOL] = False
     """Whether the background counts in the validation Dice that selects the best model."""
-    logits: Annotated[Precision, _choice(Precision)] = "float32"
+    logits: Annotated[Precision, choice(Precision)] = "float32"
     """Precision of the written logits."""
 
     def learning_rate_at(self, epoch: int) -> float:
@@ -154,12 +154,10 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
         Traceback (most recent call last):
         segcal.errors.ConfigError: unknown key 'epoch'; ... To fix: did you mean 'epochs'?
     """
-    hints = get_type_hints(TrainingConfig, include_extras=True)
-    check_known("key", raw, list(hints))
+    values = checked(TrainingConfig, raw)
     for name in ("data", "output"):
         if name not in raw:
             raise ConfigError(f"no key '{name}'", expected=f"{name} = '...'")
-    values: dict[str, Any] = {name: _checked(name, value, hints[name]) for name, value in raw.items()}
     config = TrainingConfig(**values)
     if config.crop is not None and len(config.crop) != config.dims:
         raise ConfigError(f"crop = {list(config.crop)}", expected=f"{config.dims} numbers, as dims = {config.dims}")
@@ -173,33 +171,3 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         for name in sorted({*mine, *theirs} - {*FREE})
         if mine.get(name) != theirs.get(name)
     ]
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    if name == "loss":
-        return _losses(value)
-    _, rule = get_args(hint)
-    if not rule.good(value):
-        raise ConfigError(f"{name} = {value!r}", expected=rule.expected)
-    return rule.store(value)
-
-
-def _losses(value: Any) -> tuple[LossSpec, ...]:
-    specs = value if isinstance(value, list) else [value]
-    if not specs:
-        raise ConfigError("loss = []", expected="at least one loss")
-    return tuple(map(_loss, specs))
-
-
-def _loss(value: Any) -> LossSpec:
-    table = {"id": value} if isinstance(value, str) else value
-    if not isinstance(table, Mapping) or not isinstance(table.get("id"), str):
-        raise ConfigError(f"loss = {value!r}", expected="a loss id, or tables with id, factor, options")
-    check_known("key of loss", table, [item.name for item in fields(LossSpec)])
-    check_known("loss", [table["id"]], list(LOSSES))
-    factor, options = table.get("factor", 1.0), table.get("options", {})
-    if not _number(factor):
-        raise ConfigError(f"loss.factor = {factor!r}", expected="a number")
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"loss.options = {options!r}", expected="a table")
-    return LossSpec(table["id"], float(factor), dict(options))
