@@ -144,6 +144,9 @@ def test_images_and_members_reach_the_channels():
     assert torch.allclose(case_scores(case, local), local(case.logits, case.image), atol=1e-6)
     both = torch.cat([case.image, case.image])
     assert torch.equal(local(case.logits, both), local(case.logits, case.image))
+    temperatures = local.temperature_map(case.logits, case.image)
+    assert temperatures.shape == (2, 1, 20, 24)
+    assert torch.allclose((case.logits / temperatures).log_softmax(1), local(case.logits, case.image), atol=1e-5)
 
 
 def test_a_failed_fit_changes_nothing_and_names_the_channel(some):

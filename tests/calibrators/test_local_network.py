@@ -194,7 +194,7 @@ def test_images_that_are_missing_or_unfit_say_so():
 def test_wrong_options_and_spaces_say_so():
     with pytest.raises(InputError, match="image_channels is -1"):
         LocalTemperatureScaling(image_channels=-1)
-    with pytest.raises(InputError, match="'plane' or 'volume'"):
+    with pytest.raises(InputError, match="neighbourhood is 'line'; expected one of plane, volume"):
         LocalTemperatureScaling(neighbourhood="line")
     with pytest.raises(InputError, match="'logits' or 'log-probs'"):
         ImageTemperatureScaling(inputs="probs")

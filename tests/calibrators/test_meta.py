@@ -105,6 +105,6 @@ def test_two_numbers_need_a_sample_only_and_the_report_says_so(monkeypatch):
     whole = MetaCal(0.01).fit(CASES)
     monkeypatch.setattr(meta, "_VOXELS", 2000)
     calibrator = MetaCal(0.01).fit(CASES, voxels="all")
-    assert "gamma and T rest on 2,000 voxels: voxels = 'all' does not change that" in calibrator.fit_report.notes
+    assert "gamma and T are fitted to 2,000 voxels: voxels = 'all' does not change that" in calibrator.fit_report.notes
     assert calibrator.temperature == pytest.approx(whole.temperature, rel=0.1)
     assert not any("voxels = " in note for note in MetaCal(0.01).fit(CASES).fit_report.notes)

@@ -16,7 +16,7 @@ __all__ = ["DirichletCalibration", "MatrixScaling", "TranslationInvariantMatrixS
 
 
 class VectorScaling(ExpertCalibrator):
-    """``vs``: ``S(a z + b)``, a scale and a bias per class (Guo et al., ICML 2017). Sees the gauge of the logits.
+    """``vs``: ``S(a z + b)``, a scale and a bias per class (Guo et al., ICML 2017). Depends on offsets of the logits.
 
     Examples:
         >>> import segcal
@@ -46,12 +46,12 @@ class VectorScaling(ExpertCalibrator):
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``2 C``, of which one shift of all biases is not seen."""
+        """``2 C``; a shift of all biases has no effect."""
         return ParameterCount(2 * num_classes, 2 * num_classes - 1)
 
 
 class MatrixScaling(ExpertCalibrator):
-    """``ms``: ``S(W z + b)`` (Guo et al., ICML 2017). Sees the gauge of the logits, and may change labels.
+    """``ms``: ``S(W z + b)`` (Guo et al., ICML 2017). Depends on offsets of the logits; may change labels.
 
     Examples:
         >>> import segcal
@@ -77,7 +77,7 @@ class MatrixScaling(ExpertCalibrator):
 
 
 class TranslationInvariantMatrixScaling(ExpertCalibrator):
-    """``ms-c``: ``S(W z + b)`` with rows of W that share one sum, so the gauge drops out (Kirscher et al.).
+    """``ms-c``: ``S(W z + b)`` with equal row sums of W, so offsets of the logits cancel (Kirscher et al.).
 
     Examples:
         >>> import segcal
@@ -95,7 +95,7 @@ class TranslationInvariantMatrixScaling(ExpertCalibrator):
     equal_row_sums = True
 
     def limits(self) -> dict[str, Limits]:
-        """Rows of one sum; an entry of the diagonal is that sum less the others of its row, all within the bounds."""
+        """Equal row sums; a diagonal entry is that sum less the others of its row, which are within the bounds."""
         limits = super().limits()
         largest = len(self.bias[0]) * limits["weight"].high
         return {**limits, "weight": Limits(-largest, largest, same_sum=True)}

@@ -82,6 +82,8 @@ class Calibrator(CalibratorModule, ABC):
     translation_invariant: bool
     preserves: Preserves | None
     spatial: bool = False
+    #: Channels of the images that the map needs; 0 if it needs none.
+    image_channels: int = 0
     #: The constructor arguments that ``segcal.tune(trials=...)`` varies.
     search_space: Mapping[str, Choice | LogUniform] = MappingProxyType({})
     #: The trials that ``segcal.tune`` made.
@@ -145,9 +147,9 @@ class Calibrator(CalibratorModule, ABC):
         return self.take_channels(cases.channel_names, for_each_channel(fit_channel, cases, validation))
 
     @property
-    def per_channel(self) -> Sequence[Calibrator]:
+    def per_channel(self) -> Sequence[Self]:
         """The calibrators of the channels; empty unless the data are multi-label."""
-        return cast("Sequence[Calibrator]", self.channels or ())
+        return cast("Sequence[Self]", self.channels or ())
 
     def take_channels(self, names: Sequence[str], channels: Sequence[Calibrator]) -> Self:
         """Become the calibrators that were fitted to the channels of multi-label cases, and return self."""
@@ -219,21 +221,22 @@ class Calibrator(CalibratorModule, ABC):
                 per channel. ``ensemble`` also takes a sequence of the members' logits.
             image: ``(N, channels, *spatial)``, or one for all items, if the calibrator was fitted to images.
         """
-        if self.channels is None or self.channel_names is None:
+        if self.channels is None:
             return self._log_probs(logits, image)
-        parts = [split_channels(self.channel_names, z) for z in ([logits] if isinstance(logits, Tensor) else logits)]
-        found = []
+        return torch.cat([own(z, seen) for own, z, seen in self._by_channel(logits, image)])
+
+    def _by_channel(self, logits: Any, image: Tensor | None) -> Iterator[tuple[Self, Any, Tensor | None]]:
+        """The calibrator of each channel with its logits, or those of its members, and its image."""
+        single = isinstance(logits, Tensor)
+        members = [split_channels(self.channel_names or (), z) for z in ([logits] if single else logits)]
         for index, own in enumerate(self.per_channel):
-            members = [part[index] for part in parts]
+            parts = [channels[index] for channels in members]
             seen = image if image is None or len(image) == 1 else image[index : index + 1]
-            found.append(own(members[0] if isinstance(logits, Tensor) else members, seen))
-        return torch.cat(found)
+            yield own, parts[0] if single else parts, seen
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         """``forward`` for a single map."""
-        if image is not None:
-            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
-        logits = self._checked(logits)
+        logits = self._checked(logits, image)
         kernels = fast_maps(logits)
         fast: Tensor | None = None if kernels is None else self._fast(kernels, logits)
         if fast is not None:
@@ -241,12 +244,14 @@ class Calibrator(CalibratorModule, ABC):
         log_probs = self._scores(only_possible(at_least_float32(logits))).log_softmax(1).to(logits.dtype)
         return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
 
-    def _checked(self, logits: Tensor | Sequence[Tensor]) -> Tensor:
-        """The logits; raises if they do not suit the fitted map."""
+    def _checked(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
+        """The logits; raises if they or the image do not suit the fitted map."""
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
         if not isinstance(logits, Tensor):
             raise InputError(f"logits are {type(logits).__name__}", expected="a tensor, (N, C, *spatial)")
+        if image is not None and not self.image_channels:
+            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
         if logits.ndim < 2 or logits.shape[1] != self.num_classes:
             raise InputError(
                 f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"

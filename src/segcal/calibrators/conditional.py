@@ -1,4 +1,4 @@
-"""One affine map for each predicted class: free, or such that decisions are preserved."""
+"""One affine map per predicted class, unconstrained or such that decisions are preserved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CMSArgmaxPreserving", "CMSOrderPreserving", "ClassConditionalDirichl
 class ClassConditionalDirichlet(ExpertCalibrator):
     """``cdc``: a Dirichlet map for each predicted class (Kirscher et al.). Translation invariant; may change labels.
 
-    Experts with few voxels are shrunk toward the map fitted to all.
+    Maps of classes with few voxels are shrunk towards the map fitted to all voxels.
 
     Examples:
         >>> import segcal
@@ -36,10 +36,10 @@ class ClassConditionalDirichlet(ExpertCalibrator):
 
 
 class CMSArgmaxPreserving(ExpertCalibrator):
-    """``cms-ap``: an affine map with non-negative weights of the margins ``z_winner - z_k``, for each winner.
+    """``cms-ap``: one affine map per winner, with non-negative weights, of the margins ``z_winner - z_k``.
 
     Constrained matrix scaling (Kirscher et al.): the winner scores 0, the others ``-(A m + d)`` with ``A >= 0`` and
-    ``d >= 0.001``, so the argmax is kept, and the gauge drops out.
+    ``d >= 0.001``, so the argmax is kept, and offsets cancel.
 
     Examples:
         >>> import segcal
@@ -60,15 +60,15 @@ class CMSArgmaxPreserving(ExpertCalibrator):
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``C (C^2 + 1)`` with the published gauge, and ``C^2 (C - 1)``, which is what is optimised here."""
+        """``C (C^2 + 1)`` as published, and ``C^2 (C - 1)``, which are those optimised here."""
         return ParameterCount(num_classes * (num_classes**2 + 1), num_classes**2 * (num_classes - 1))
 
 
 class CMSOrderPreserving(ExpertCalibrator):
-    """``cms-op``: an affine map with non-negative weights of the gaps between neighbours in the order, for each winner.
+    """``cms-op``: one affine map per winner, with non-negative weights, of the gaps between sorted logits.
 
     Constrained matrix scaling (Kirscher et al.): sorted scores fall by ``A g + d`` with ``A >= 0`` and ``d >= 0.001``,
-    so the order of all classes is kept, and the gauge drops out.
+    so the order of all classes is kept, and offsets cancel.
 
     Examples:
         >>> import segcal

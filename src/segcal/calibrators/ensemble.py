@@ -1,4 +1,4 @@
-"""An ensemble as a calibrator: the members' scores averaged as logits or as probabilities."""
+"""An ensemble as a calibrator: the mean of the members' logits or probabilities."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["Ensemble"]
 
 
 class Ensemble(ComposedCalibrator):
-    """``ensemble``: the members of a case pooled in a space of choice, and then the ``base``, if any.
+    """``ensemble``: the members of a case are pooled in the given space, and then mapped by the ``base``, if any.
 
     ``"probs"``: the mean of the softmaxes, ``log(sum_m S(z_m) / M)`` (deep ensembles; Lakshminarayanan et al. 2017).
     ``"logits"``: the softmax of the mean, ``log S(sum_m z_m / M)``, which is the normalised geometric mean of the
-    members' probabilities. Neither sees the members' gauge. Where members disagree the first is less confident.
+    members' probabilities. Neither depends on offsets of the members' logits. Where members disagree, the first is less
+    confident.
 
-    Pooling fits nothing. It reads the members of every case, so a case needs as many as the calibrator was fitted to;
-    cases without members, as tensors are, are taken as pooled already. Labels may change where the cases themselves are
-    pooled in the other space, so none are promised. ``forward`` takes a sequence of the members' logits, or one tensor
-    that is pooled already; members in one tensor, which could be a volume, are taken apart by ``tensor.unbind(0)``.
+    Pooling has no parameters. It reads the members of every case, so a case needs as many as the calibrator was fitted
+    to; cases without members, such as tensors, count as pooled already. Labels may change if the cases themselves are
+    pooled in the other space, so no guarantee is given. ``forward`` takes a sequence of the members' logits, or one
+    pooled tensor; split a tensor of members by ``tensor.unbind(0)``, as it could be a volume.
 
     Args:
         space: ``"logits"`` or ``"probs"``.
-        base: A calibrator, or its id, that is fitted to the pooled scores and comes after.
+        base: A calibrator, or its id, that is fitted to the pooled scores and maps them.
 
     Examples:
         >>> import segcal
@@ -49,7 +50,7 @@ class Ensemble(ComposedCalibrator):
     title = "Ensemble"
     translation_invariant = True
     preserves = None
-    # Not its neighbours, but more than the pooled logits of a voxel matters: ``pieces`` has to see the case.
+    # A voxel needs the logits of all members, so ``pieces`` has to see the case.
     spatial = True
     members: Tensor
 
@@ -61,11 +62,11 @@ class Ensemble(ComposedCalibrator):
         self.register_buffer("members", torch.zeros((), dtype=torch.float64))  # 0 where the cases had none
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """A number, and those of the base."""
+        """The number of members, and the shapes of the base."""
         return {"members": (), **super().shapes(num_classes)}
 
     def limits(self) -> dict[str, Limits]:
-        """A number of members."""
+        """The number of members."""
         return {"members": COUNT}
 
     def _fit(self, data: FitData) -> Fitted:
@@ -73,27 +74,21 @@ class Ensemble(ComposedCalibrator):
         notes = []
         self.members.fill_(data.cases.num_members or 0)
         if data.cases.num_members is None:
-            notes.append("the cases have no ensemble members: their scores are taken as pooled already")
+            notes.append("the cases have no ensemble members: their scores count as pooled already")
         else:
             validation = None if data.validation is None else data.validation.pooled(self.space)
             data = data._replace(cases=data.cases.pooled(self.space), validation=validation)
         if self.base is None:
-            fitted = Fitted(before.nll, mean_loss(data.cases).nll, True, 0.0, 0, before.voxels)
+            nll, outcome = mean_loss(data.cases).nll, (True, 0.0, 0, before.voxels)
         else:
             notes += self._fit_base(data)
             report = self.base.fit_report
             assert report is not None
-            fitted = Fitted(
-                nll_before=before.nll,
-                nll_after=report.nll_after,
-                converged=report.converged,
-                certificate=report.certificate,
-                iterations=report.iterations,
-                voxels_used=report.voxels_used,
-            )
-        if fitted.nll_after > fitted.nll_before:
-            notes.append(f"NLL {compared(fitted.nll_after, before.nll)} that of the cases as they are pooled: worse")
-        return fitted._replace(notes=notes)
+            nll = report.nll_after
+            outcome = report.converged, report.certificate, report.iterations, report.voxels_used
+        if nll > before.nll:
+            notes.append(f"NLL {compared(nll, before.nll)} that of the cases as they are pooled: worse")
+        return Fitted(before.nll, nll, *outcome, notes)
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         if isinstance(logits, Tensor):

@@ -16,7 +16,7 @@ from torch import Tensor
 from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.temperature import TemperatureScaling
 from segcal.cases import CaseSet
-from segcal.errors import InputError
+from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, Limits
@@ -32,17 +32,17 @@ Objective = Literal["nll", "mse"]
 Terms = tuple[float, FloatArray, FloatArray]
 
 SAMPLE_VOXELS = 400_000
-# The weights of the start: inside the simplex, so that no label has probability zero.
+# The weights to start from: inside the simplex, so that no label has probability zero.
 _START = (0.9, 0.05, 0.05)
-# Those of temperature scaling and of the identity.
+# The weights of temperature scaling and of the identity.
 _ALONE, _IDENTITY = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0)
 
 
 class EnsembleTemperatureScaling(Calibrator):
     """``ets``: ``w1 S(z / T) + w2 S(z) + w3 / C``, weights on the simplex (Zhang et al., ICML 2020). Keeps the order.
 
-    T is that of ``ts``; then the weights have the least NLL (convex), or the least squared error with
-    ``objective="mse"``, as the authors have it (from the sample of ``voxels="auto"``).
+    T is that of ``ts``. The weights then minimise the NLL, which is convex, or with ``objective="mse"`` the squared
+    error, as in the paper (on a sample, whatever ``voxels`` is).
 
     Examples:
         >>> import segcal
@@ -61,14 +61,13 @@ class EnsembleTemperatureScaling(Calibrator):
 
     def __init__(self, objective: Objective = "nll") -> None:
         super().__init__()
-        if objective not in ("nll", "mse"):
-            raise InputError(f"objective is {objective!r}", expected="'nll' or 'mse'")
+        check_name("objective", objective, ("nll", "mse"))
         self.objective = objective
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))
         self.register_buffer("weights", torch.tensor(_IDENTITY, dtype=torch.float64))
 
     def limits(self) -> dict[str, Limits]:
-        """Those of ``ts``, and the simplex."""
+        """The bounds of ``ts``, and the simplex."""
         return {"beta": BETA, "weights": Limits(0.0, 1.0, total=1.0)}
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class EnsembleTemperatureScaling(Calibrator):
     def _fast(self, kernels: Any, logits: Tensor) -> Any:
         scaled, plain, uniform = self.weights.log().tolist()
         if not AffineMap(self.beta).suits(logits) or (uniform > -math.inf and some_impossible(logits)):
-            return None  # the uniform part has only the possible classes, whose number differs
+            return None  # the uniform part covers only possible classes, whose number varies
         if plain == uniform == -math.inf:
             return kernels.apply_temperature(logits, float(self.beta))
         exact = logits.float()
@@ -102,13 +101,10 @@ class EnsembleTemperatureScaling(Calibrator):
         drawn = _label_log_parts(logits, sample.labels, scaling.beta)
 
         def everything() -> Iterator[tuple[FloatArray, FloatArray]]:
-            """The label's log-probability in each of the three distributions ``(n, 3)``, and what each voxel counts."""
+            """The label's log-probability in each of the three distributions ``(n, 3)``, and the voxels' weights."""
             return _stream(data.cases, first.total, scaling.beta) if streaming else iter([(drawn, weights_of_sample)])
 
         if self.objective == "nll":
-
-            def part(w: FloatArray) -> Terms:
-                return _nll(w, drawn, weights_of_sample)
 
             def whole(w: FloatArray) -> Terms:
                 value, slope, curvature = 0.0, np.zeros(3), np.zeros((3, 3))
@@ -117,9 +113,9 @@ class EnsembleTemperatureScaling(Calibrator):
                     value, slope, curvature = value + terms[0], slope + terms[1], curvature + terms[2]
                 return value, slope, curvature
 
-            solution = minimise(Newton(part), _START, 0.0, 1.0)
+            solution = minimise(Newton(lambda w: _nll(w, drawn, weights_of_sample)), _START, 0.0, 1.0)
             if streaming:
-                # From inside the simplex: a label that was not drawn may be impossible at the sample's own optimum.
+                # Start inside the simplex: at the sample's optimum, a label that was not drawn may be impossible.
                 solution = minimise(Newton(whole), 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
             steps = solution.iterations
@@ -131,7 +127,7 @@ class EnsembleTemperatureScaling(Calibrator):
         def rise(w: FloatArray) -> float:
             return sum(float(own @ _rise(w, log_parts)) for log_parts, own in everything())
 
-        # The temperature's NLL is of everything; what the mixture adds to it may come from a sample, but is small.
+        # The NLL of the temperature is that of all voxels. What the mixture adds to it is small, and may be sampled.
         added = rise(weights)
         notes, used = list(scaled.notes), first.total if streaming else len(sample)
         if used < first.total:
@@ -141,15 +137,8 @@ class EnsembleTemperatureScaling(Calibrator):
             weights, added = np.array(_ALONE), 0.0
         self.beta.copy_(scaling.beta)
         self.weights.copy_(torch.from_numpy(weights))
-        return Fitted(
-            nll_before=first.nll,
-            nll_after=scaled.nll_after + added,
-            converged=converged and scaled.converged,
-            certificate=certificate,
-            iterations=scaled.iterations + steps,
-            voxels_used=used,
-            notes=notes,
-        )
+        converged, steps = converged and scaled.converged, scaled.iterations + steps
+        return Fitted(first.nll, scaled.nll_after + added, converged, certificate, steps, used, notes)
 
     def _summary(self) -> str:
         weights = " / ".join(f"{weight:.4f}" for weight in self.weights.tolist())
@@ -157,7 +146,7 @@ class EnsembleTemperatureScaling(Calibrator):
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """A temperature and three weights, which sum to one."""
+        """A temperature, and three weights that sum to one."""
         return ParameterCount(4, 3)
 
 
@@ -177,14 +166,14 @@ def _label_log_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor
     else:
         scaled, plain = (kernels.apply_temperature(logits, scale) for scale in (float(beta), 1.0))
         parts = scaled, plain, torch.tensor(-math.log(logits.shape[1])).expand(logits.shape)
-    index = labels.long().clamp(0, logits.shape[1] - 1).unsqueeze(1)  # ignored ones may be anything
+    index = labels.long().clamp(0, logits.shape[1] - 1).unsqueeze(1)  # ignored labels may have any value
     chosen = [part.gather(1, index)[:, 0] for part in parts]
     flat = [part.flatten() if valid is None else part[valid] for part in chosen]
     return torch.stack(flat, 1).cpu().double().numpy()
 
 
 def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logarithms of the three distributions ``(N, C, *spatial)``; the uniform one has only the possible classes."""
+    """Logarithms of the three distributions ``(N, C, *spatial)``; the uniform one covers only possible classes."""
     relative = logits - logits.amax(1, keepdim=True)
     possible = (~torch.isneginf(logits)).to(logits)
     uniform = -possible.sum(1, keepdim=True).log()
@@ -192,25 +181,25 @@ def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _nll(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> Terms:
-    """Value, gradient and Hessian of ``sum(w) - mean log(parts w)``: over ``w >= 0``, least where w sums to one.
+    """Value, gradient and Hessian of ``sum(w) - mean log(parts w)``, whose minimum over ``w >= 0`` sums to one.
 
-    Of some of the voxels it is their share, so that shares add up to the whole.
+    The terms of parts of the voxels add up to those of all.
     """
     share, parts = float(weights.sum()), np.exp(log_parts)
     mixed = np.maximum(parts @ w, np.finfo(np.float64).tiny)
     ratio = parts / mixed[:, None]
     value = float(share * w.sum() - weights @ np.log(mixed))
-    with np.errstate(over="ignore", invalid="ignore"):  # near w = 0, a point that solvers try and refuse
+    with np.errstate(over="ignore", invalid="ignore"):  # near w = 0, which solvers try and reject
         return value, share - weights @ ratio, (ratio * weights[:, None]).T @ ratio
 
 
 def _rise(w: FloatArray, log_parts: FloatArray) -> FloatArray:
-    """How much higher each voxel's NLL ``(n,)`` is than that of temperature scaling."""
+    """By how much each voxel's NLL ``(n,)`` exceeds that of temperature scaling."""
     return np.asarray(log_parts[:, 0] - logsumexp(log_parts, axis=1, b=w))
 
 
 def _least_squares(logits: Tensor, labels: Tensor, weights: FloatArray, beta: Tensor) -> FloatArray:
-    """The weights on the simplex with the least mean squared error, by trying every set of positive ones."""
+    """The weights on the simplex of least mean squared error, found by trying every set of positive weights."""
     gram, target = np.zeros((3, 3)), np.zeros(3)
     for few in torch.split(torch.arange(len(labels)), 2**16):
         parts = torch.stack(_log_parts(logits[few], beta), 1).exp()
@@ -221,7 +210,7 @@ def _least_squares(logits: Tensor, labels: Tensor, weights: FloatArray, beta: Te
     for size in (1, 2, 3):
         for chosen in itertools.combinations(range(3), size):
             index = list(chosen)
-            system = np.ones((size + 1, size + 1))  # with the multiplier of the constraint that they sum to one
+            system = np.ones((size + 1, size + 1))  # last row: the weights sum to one
             system[:size, :size], system[size, size] = gram[np.ix_(index, index)], 0
             w = np.zeros(3)
             w[index] = np.linalg.lstsq(system, np.append(target[index], 1.0), rcond=None)[0][:size]

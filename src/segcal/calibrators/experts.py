@@ -1,4 +1,4 @@
-"""What all calibrators share whose map is a ``segcal.kernels.ExpertMap``: an exact, convex fit with a certificate."""
+"""The base of calibrators whose map is a ``segcal.kernels.ExpertMap``: a convex fit, exact and with a certificate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import Self
 from segcal.calibrators.base import Calibrator, Choice, LogUniform
 from segcal.calibrators.module import renamed
 from segcal.cases import CaseSet
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.fitting.cost import FitCost, curvature_cost
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.expert_adam import fit_by_adam
@@ -30,15 +30,15 @@ Solver = Literal["exact", "adam"]
 
 
 class ExpertCalibrator(Calibrator):
-    """A calibrator whose experts map features of the logits; subclasses say which, and what bounds them.
+    """An affine map of features of the logits, one for all voxels or one per predicted class; subclasses say which.
 
     Args:
         off_diagonal: lambda of the ODIR penalty, on the mean square of the off-diagonal weights.
         bias_penalty: mu of the ODIR penalty, on the mean square of the biases.
-        shrinkage: Penalty on the mean square of the difference to the fitted temperature scaling; infinity gives
-            that itself, as nearly as the constraints allow.
+        shrinkage: Penalty on the mean square of the difference from the fitted temperature scaling; with infinity the
+            map is temperature scaling, or the nearest map that the constraints allow.
         solver: ``"exact"`` finds the global optimum; ``"adam"`` trains the papers' parameterisation, for comparison.
-        learning_rate: Adam's.
+        learning_rate: Adam's learning rate.
         patience: Epochs without improvement before Adam stops.
     """
 
@@ -63,16 +63,12 @@ class ExpertCalibrator(Calibrator):
         for name, value in (("off_diagonal", off_diagonal), ("bias_penalty", bias_penalty), ("shrinkage", shrinkage)):
             if not (value >= 0 and (np.isfinite(value) or name == "shrinkage")):
                 raise InputError(f"{name} is {value}", expected="a penalty, zero or more")
-        if solver not in ("exact", "adam"):
-            raise InputError(f"solver is {solver!r}", expected="'exact' or 'adam'")
+        check_name("solver", solver, ("exact", "adam"))
         if not (learning_rate > 0 and patience > 0):
             problem = f"learning_rate is {learning_rate} and patience is {patience}"
             raise InputError(problem, expected="more than zero")
-        self.off_diagonal, self.bias_penalty, self.shrinkage = (
-            float(off_diagonal),
-            float(bias_penalty),
-            float(shrinkage),
-        )
+        self.off_diagonal, self.bias_penalty = float(off_diagonal), float(bias_penalty)
+        self.shrinkage = float(shrinkage)
         self.solver, self.learning_rate, self.patience = solver, learning_rate, patience
         self.register_buffer("weight", torch.zeros(0, 0, 0, dtype=torch.float64))
         self.register_buffer("bias", torch.zeros(0, 0, dtype=torch.float64))
@@ -89,7 +85,7 @@ class ExpertCalibrator(Calibrator):
         return ExpertMap(self.features, self.weight, self.bias)
 
     def allocate(self, num_classes: int) -> None:
-        """The identity."""
+        """Set the parameters to the identity."""
         self.set_parameters(self.form(num_classes).identity)
 
     def set_parameters(self, theta: NDArray[np.float64]) -> None:
@@ -98,12 +94,12 @@ class ExpertCalibrator(Calibrator):
         self.weight, self.bias = values[:, :, :-1].contiguous(), values[:, :, -1].contiguous()
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """Of weight and bias."""
+        """The shapes of weight and bias."""
         experts, outputs, columns = self.form(num_classes).shape
         return {"weight": (experts, outputs, columns - 1), "bias": (experts, outputs)}
 
     def limits(self) -> dict[str, Limits]:
-        """Those of the fit; but the identity, which may be kept, has no floor."""
+        """The bounds of the fit; biases may also be 0, as in the identity."""
         assert self.num_classes is not None
         form = self.form(self.num_classes)
         lower, upper = (torch.from_numpy(own) for own in form.bounds)
@@ -122,7 +118,7 @@ class ExpertCalibrator(Calibrator):
 
     @property
     def search_space(self) -> Mapping[str, Choice | LogUniform]:  # type: ignore[override]
-        """That of Kirscher et al., Appendix B, for Adam."""
+        """For Adam, that of Kirscher et al., Appendix B."""
         if self.solver == "exact":
             return {}
         penalty = LogUniform(1e-6, 1e-1, or_zero=True)
@@ -134,7 +130,7 @@ class ExpertCalibrator(Calibrator):
         }
 
     def cost(self, num_classes: int) -> FitCost:
-        """That of the curvature."""
+        """The memory and time of the curvature."""
         form = self.form(num_classes)
         return curvature_cost(*form.shape, sample_voxels(form, everything=True))
 

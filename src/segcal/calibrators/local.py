@@ -1,4 +1,4 @@
-"""Temperatures that depend on the place, or on the image: ``lts``, ``lts-ti`` and ``ibts``."""
+"""Temperatures that vary by voxel or by image: ``lts``, ``lts-ti`` and ``ibts``."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from segcal.calibrators.local_network import (
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
 from segcal.calibrators.temperature import TemperatureScaling
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, SegcalError, check_name
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.held_out import hold_out
 from segcal.fitting.limits import BETA, Limits
 from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels import fast_maps
-from segcal.scores import DEPTH, keep_argmax
+from segcal.scores import DEPTH, at_least_float32, keep_argmax
 from segcal.types import Case, row_slices
 
 __all__ = ["ImageTemperatureScaling", "LocalTemperatureScaling", "TranslationInvariantLocalTemperature"]
 
-# Scores of a tile: few enough for the core's cache, many enough that the halo costs little.
+# Scores in a tile: small enough for the cache, large enough that the halo costs little.
 TILE_VALUES = 2**19
 
-# Logits and image of some rows.
+# Reads the logits and the image of some rows.
 Reader = Callable[[slice], tuple[Tensor, Tensor | None]]
 
 
 class LocalTemperatureScaling(Calibrator):
     """``lts``: ``S(z / T(v))``, a temperature for every voxel from the logits around it (Ding et al., ICCV 2021).
 
-    ``T(v)`` is the temperature of ``ts`` times the output of a ``TemperatureTree``, trained by Adam on crops of the
-    cases until the NLL of held-out crops stops falling. Where it does not beat ``ts`` there, the calibrator is ``ts``,
-    and ``fit_report.notes`` say so. The order of the classes is kept. The network sees raw logits, and so their gauge:
-    ``lts-ti`` does not.
+    ``T(v)`` is the temperature of ``ts`` times the output of a ``TemperatureTree``, which Adam trains on crops of the
+    cases until the NLL of held-out crops stops falling. If it does not beat ``ts`` there, the calibrator is ``ts``, and
+    ``fit_report.notes`` say so. The order of the classes is kept. The network sees raw logits, including their offset;
+    that of ``lts-ti`` does not.
 
-    Voxels see neighbours up to 4 away; images are mirrored at their border, as often as it takes where they are smaller
-    than that. Logits without a plane, ``(N, C)`` or ``(N, C, L)``, are calibrated as if all neighbours were alike.
-    Large inputs are taken in tiles of rows with a halo, which gives the same as all at once, to 1e-6 in probability:
-    the order in which a convolution adds up depends on the shape of its input.
+    A voxel depends on neighbours up to 4 voxels away. Images are mirrored at their border, repeatedly if they are
+    smaller than that. Logits without a plane, ``(N, C)`` or ``(N, C, L)``, are calibrated as if all neighbours were
+    equal. Large inputs are processed in tiles of rows with a halo, which agrees with one pass to 1e-6 in probability:
+    the order of a convolution's sums depends on the shape of its input.
 
     Args:
-        image_channels: Channels of the cases' images, which the network then sees too; 0 leaves images out.
-        neighbourhood: ``"plane"`` takes volumes slice by slice, ``"volume"`` has kernels in all three axes.
-        epochs: Passes over the crops at most.
+        image_channels: Channels of the cases' images, as further inputs of the network; 0 for no images.
+        neighbourhood: ``"plane"`` treats volumes slice by slice, ``"volume"`` has kernels along all three axes.
+        epochs: Passes over the crops, at most.
         learning_rate: Adam's, after a first epoch at a tenth of it. It holds for kernels of up to 100 inputs, and falls
             in proportion to their number beyond.
         weight_decay: Adam's, decoupled.
@@ -97,8 +97,7 @@ class LocalTemperatureScaling(Calibrator):
         super().__init__()
         if image_channels < 0:
             raise InputError(f"image_channels is {image_channels}", expected="a number of channels, 0 for no image")
-        if neighbourhood not in ("plane", "volume"):
-            raise InputError(f"neighbourhood is {neighbourhood!r}", expected="'plane' or 'volume'")
+        check_name("neighbourhood", neighbourhood, ("plane", "volume"))
         for name, value in (("epochs", epochs), ("learning_rate", learning_rate), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise InputError(f"{name} is {value}", expected="a number, zero or more")
@@ -107,7 +106,7 @@ class LocalTemperatureScaling(Calibrator):
         self.register_buffer("beta", torch.ones((), dtype=torch.float64))
 
     def allocate(self, num_classes: int) -> None:
-        """A new network."""
+        """Create the network."""
         self.network = TemperatureTree(
             num_classes, image_channels=self.image_channels, neighbourhood=self.neighbourhood
         )
@@ -116,19 +115,19 @@ class LocalTemperatureScaling(Calibrator):
         return f"T = {1 / float(self.beta):.4g} times the output of a network of {self.size():,} parameters"
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """Of one temperature and of the network."""
+        """The shapes of the temperature and of the network."""
         network = tree_shapes(num_classes, self.image_channels, self.neighbourhood)
         return {"beta": (), **{f"network.{name}": shape for name, shape in network.items()}}
 
     def limits(self) -> dict[str, Limits]:
-        """Those of ``ts``, and standard deviations that can be divided by."""
+        """The bounds of ``ts``, and standard deviations above zero."""
         deviation = Limits(SMALLEST_SCALE, torch.inf)
         images = {"network.image_scale": deviation, "network.image_mean": Limits(-torch.inf, torch.inf)}
         return {"beta": BETA, "network.scale": deviation, **images}
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``7 (25 C + 1)``, without images and in the plane."""
+        """``7 (25 C + 1)`` in the plane, without images."""
         count = (LEAVES + GATES) * (num_classes * TAPS**2 + 1)
         return ParameterCount(count, count)
 
@@ -150,36 +149,22 @@ class LocalTemperatureScaling(Calibrator):
             seed=data.seed,
         )
         found = fit_network(self.network, float(start.beta), held.cases, held.validation, recipe)
-        fitted = Fitted(
-            nll_before=start.fit_report.nll_before,
-            nll_after=start.fit_report.nll_after,
-            converged=found.converged,
-            certificate=start.fit_report.certificate,
-            iterations=found.iterations,
-            voxels_used=found.voxels,
-            notes=[*start.fit_report.notes, *held.notes, *found.notes],
-        )
+        outcome = found.converged, start.fit_report.certificate, found.iterations, found.voxels
+        notes = [*start.fit_report.notes, *held.notes, *found.notes]
+        before, after = start.fit_report.nll_before, start.fit_report.nll_after
         nll = mean_loss(data.cases, self).nll if found.better else math.inf
-        if nll <= fitted.nll_after:
-            return fitted._replace(nll_after=nll, certificate=found.gradient)
+        if nll <= after:
+            return Fitted(before, nll, found.converged, found.gradient, found.iterations, found.voxels, notes)
         self.network.reset()
         if found.better:
-            beside = compared(nll, fitted.nll_after)
-            worse = f"NLL of all cases {beside} that with one temperature: no better, so this is ts"
-            return fitted._replace(notes=[*fitted.notes, worse])
-        return fitted
+            beside = compared(nll, after)
+            notes.append(f"NLL of all cases {beside} that with one temperature: no better, so this is ts")
+        return Fitted(before, after, *outcome, notes)
 
     # -- applying ------------------------------------------------------------------------------------------------------
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
-        if not isinstance(logits, Tensor):
-            return super()._log_probs(logits, image)
-        self._check(logits, image)
-        if logits.ndim < 4:
-            return _scaled(logits, self._point_temperature(logits))
-        means = self._image_temperature(tuple(logits.shape), _reader(logits, image))
-        tiles = self._tiles(tuple(logits.shape), _reader(logits, image), means)
-        return torch.cat([_scaled(z, t) for _, z, t in tiles], 2)
+        return _joined([_scaled(z, t) for z, t in self._parts(logits, image)])
 
     def _scores(self, logits: Tensor) -> Tensor:
         return self._log_probs(logits, None)
@@ -188,17 +173,31 @@ class LocalTemperatureScaling(Calibrator):
         """The temperatures ``(N, 1, *spatial)`` that the logits are divided by, in float32 at least.
 
         Args:
-            logits: ``(N, C, *spatial)``.
+            logits: ``(N, C, *spatial)``; for multi-label data ``(K, 2, *spatial)``, one item per channel.
             image: As ``forward`` takes it.
         """
-        self._check(logits, image)
+        if self.channels is None:
+            return _joined([t for _, t in self._parts(logits, image)])
+        return torch.cat([own.temperature_map(z, seen) for own, z, seen in self._by_channel(logits, image)])
+
+    def _parts(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of the logits and their temperatures, or all of them if there is no plane."""
+        logits = self._checked(logits, image)
+        if self.image_channels:
+            check_image(image, self.image_channels, tuple(logits.shape))
         if logits.ndim < 4:
-            return self._point_temperature(logits)
-        means = self._image_temperature(tuple(logits.shape), _reader(logits, image))
-        return torch.cat([t for _, _, t in self._tiles(tuple(logits.shape), _reader(logits, image), means)], 2)
+            yield logits, self._point_temperature(logits)
+            return
+        check_space(tuple(logits.shape[2:]), self.network.kernel_axes)
+
+        def read(rows: slice) -> tuple[Tensor, Tensor | None]:
+            return logits[:, :, rows], None if image is None else image[:, :, rows]
+
+        for _, z, t in self._tiles(tuple(logits.shape), read):
+            yield z, t
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        # Only some rows with their halo are in memory.
+        # Only some rows and their halo are in memory.
 
         def read(rows: slice) -> tuple[Tensor, Tensor | None]:
             return case.rows("logits", rows), case.source.image(rows) if self.image_channels else None
@@ -207,27 +206,15 @@ class LocalTemperatureScaling(Calibrator):
             case.load()
         try:
             check_space(case.shape[2:], self.network.kernel_axes)
-            means = self._image_temperature(case.shape, read)
-            for rows, logits, temperatures in self._tiles(case.shape, read, means):
+            for rows, logits, temperatures in self._tiles(case.shape, read):
                 yield rows, _scaled(logits, temperatures)
         except SegcalError as error:
             raise error.at(case=case.id) from None
 
-    def _image_temperature(self, shape: tuple[int, ...], read: Reader) -> Tensor | None:
-        """One temperature for each image ``(N,)``, where there is one."""
-        return None
-
-    def _tiles(
-        self, shape: tuple[int, ...], read: Reader, means: Tensor | None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, their logits and their temperatures ``(N, 1, rows, ...)``."""
         for rows in row_slices(shape, TILE_VALUES):
-            if means is None:
-                logits, temperatures = self._tile(rows, shape, read)
-            else:
-                logits, _ = read(rows)
-                temperatures = means.view(-1, *[1] * (logits.ndim - 1)).expand(-1, 1, *logits.shape[2:])
-            yield rows, logits, temperatures
+            yield rows, *self._tile(rows, shape, read)
 
     def _tile(self, rows: slice, shape: tuple[int, ...], read: Reader) -> tuple[Tensor, Tensor]:
         batch, _, *spatial = shape
@@ -235,9 +222,10 @@ class LocalTemperatureScaling(Calibrator):
         source, image = read(window.source)
         if self.image_channels:
             image = check_image(image, self.image_channels, tuple(source.shape))
+        exact = at_least_float32(source)
         factor = self.network(
-            window.padded(network_inputs(_exact(source), self.inputs)),
-            None if image is None else window.padded(image.to(_exact(source)).expand(batch, *image.shape[1:])),
+            window.padded(network_inputs(exact, self.inputs)),
+            None if image is None else window.padded(image.to(exact).expand(batch, *image.shape[1:])),
         )
         logits = window.inside(source)
         return logits, temperature(factor.view(batch, 1, *logits.shape[2:]), self.beta.to(factor))
@@ -247,27 +235,13 @@ class LocalTemperatureScaling(Calibrator):
             raise InputError(
                 f"logits have shape {tuple(logits.shape)}", expected="a plane or a volume, as the network sees images"
             )
-        points = network_inputs(_exact(logits), self.inputs).movedim(1, -1)
+        points = network_inputs(at_least_float32(logits), self.inputs).movedim(1, -1)
         factor = self.network.at_points(points.reshape(-1, logits.shape[1]))
         return temperature(factor.view(logits.shape[0], 1, *logits.shape[2:]), self.beta.to(factor))
 
-    def _check(self, logits: Tensor, image: Tensor | None) -> None:
-        if self.num_classes is None:
-            raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
-        if logits.ndim < 2 or logits.shape[1] != self.num_classes:
-            raise InputError(
-                f"logits have shape {tuple(logits.shape)}", expected=f"(N, {self.num_classes}, *spatial), as fitted"
-            )
-        if logits.ndim > 3:
-            check_space(tuple(logits.shape[2:]), self.network.kernel_axes)
-        if image is not None and not self.image_channels:
-            raise InputError("an image came", expected="none, as the calibrator was fitted without images")
-        if self.image_channels:
-            check_image(image, self.image_channels, tuple(logits.shape))
-
 
 class TranslationInvariantLocalTemperature(LocalTemperatureScaling):
-    """``lts-ti``: as ``lts``, but the network sees ``log S(z)``, so that the gauge of the logits does not matter.
+    """``lts-ti``: as ``lts``, but the network sees ``log S(z)``, so that offsets of the logits do not matter.
 
     Examples:
         >>> import segcal
@@ -285,10 +259,10 @@ class TranslationInvariantLocalTemperature(LocalTemperatureScaling):
 
 
 class ImageTemperatureScaling(LocalTemperatureScaling):
-    """``ibts``: ``S(z / T_i)``, one temperature per image: the mean over it of what the network of ``lts`` gives.
+    """``ibts``: ``S(z / T_i)``, one temperature per image: the mean over it of the temperatures of ``lts``.
 
-    The network sees ``log S(z)``, and the map is translation invariant; the original (Ding et al.) had it see raw
-    logits. The mean takes a pass over the image of its own, before the one that calibrates.
+    The network sees ``log S(z)``, so the map is translation invariant; in the paper (Ding et al.) it sees raw logits.
+    The mean takes an extra pass over the image.
 
     Args:
         inputs: ``"log-probs"``, or ``"logits"`` for the original.
@@ -318,14 +292,16 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__(image_channels, neighbourhood, epochs, learning_rate, weight_decay)
-        if inputs not in ("logits", "log-probs"):
-            raise InputError(f"inputs is {inputs!r}", expected="'logits' or 'log-probs'")
+        check_name("inputs", inputs, ("logits", "log-probs"))
         self.inputs = inputs
         self.translation_invariant = inputs == "log-probs"
 
-    def _image_temperature(self, shape: tuple[int, ...], read: Reader) -> Tensor:
-        tiles = [self._tile(rows, shape, read)[1] for rows in row_slices(shape, TILE_VALUES)]
-        return torch.cat([tile.flatten(1) for tile in tiles], 1).double().mean(1).to(tiles[0])
+    def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        tiles = [self._tile(rows, shape, read)[1].flatten(1) for rows in row_slices(shape, TILE_VALUES)]
+        means = torch.cat(tiles, 1).double().mean(1).to(tiles[0])
+        for rows in row_slices(shape, TILE_VALUES):
+            logits, _ = read(rows)
+            yield rows, logits, means.view(-1, *[1] * (logits.ndim - 1)).expand(-1, 1, *logits.shape[2:])
 
     def _point_temperature(self, logits: Tensor) -> Tensor:
         temperatures = super()._point_temperature(logits)
@@ -333,21 +309,18 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
         return own.view(-1, *[1] * (logits.ndim - 1)).expand_as(temperatures)
 
 
-def _exact(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _reader(logits: Tensor, image: Tensor | None) -> Reader:
-    return lambda rows: (logits[:, :, rows], None if image is None else image[:, :, rows])
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows that ``LocalTemperatureScaling._parts`` gave one by one."""
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """``log S(z / T)`` in the type of the logits, with their argmax."""
-    exact = _exact(logits)
-    # The difference to the maximum is exact; a quotient of large logits would round away small margins.
+    """``log S(z / T)`` in the dtype of the logits, with their argmax."""
+    exact = at_least_float32(logits)
+    # The difference from the maximum is exact; dividing large logits directly would round small margins away.
     gaps = exact - exact.amax(1, keepdim=True)
     gaps.masked_fill_(gaps < -DEPTH, -torch.inf)
-    # No quotient of a gap is so small that it vanishes.
+    # No gap becomes so small that it vanishes.
     scaled = torch.minimum(gaps / temperatures, gaps.clamp(min=-torch.finfo(gaps.dtype).tiny))
     kernels = fast_maps(scaled)
     if kernels is not None and logits.dtype == scaled.dtype:

@@ -1,9 +1,9 @@
-"""The network of local temperature scaling: a tree of gated convolutions, and the borders and tiles that it needs.
+"""The network of local temperature scaling: a tree of gated convolutions, with the padding and tiles that it needs.
 
-A voxel's temperature depends on voxels up to ``HALO`` away, so some rows of an image need as many more on either side.
-Past the border the image is mirrored, without repeating the border itself; an axis of n voxels has the period
-``2 (n - 1)``, so that axes shorter than the halo are mirrored again and a single slice repeats. Rows cut out with their
-halo therefore hold exactly what they hold in the whole image.
+A voxel's temperature depends on voxels up to ``HALO`` away, so a tile of rows needs that many more on either side.
+Beyond the border the image is mirrored without repeating the border voxels: an axis of n voxels has the period
+``2 (n - 1)``, so axes shorter than the halo are mirrored repeatedly and a single slice repeats. A tile with its halo
+holds exactly the values that the whole padded image has there.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Inputs = Literal["logits", "log-probs"]
 TAPS, DILATION = 5, 2
 HALO = (TAPS - 1) * DILATION // 2
 LEAVES, GATES = 4, 3
-# A class this far (in nats) below the best is impossible even at a temperature of 5. Without a floor, classes at -inf
-# would make the inputs infinite and a few very deep ones their standard deviation; a higher one would hide how hot an
-# image is, which the depth of its logits tells.
+# Inputs are at most this many nats below the best class, which is impossible even at a temperature of 5. Without a
+# floor, classes at -inf would make inputs or their standard deviation infinite; a higher one would hide the depth of
+# the logits, which tells how overconfident an image is.
 FLOOR = 60.0
-# Temperatures stay within these, as that of ``ts`` does: beyond, every softmax is one-hot or uniform.
+# Bounds of the temperature, as in ``ts``: beyond them every softmax is one-hot or uniform.
 COLDEST, HOTTEST = 1e-3, 1e3
-# What varies less than this does not vary.
+# A smaller standard deviation counts as zero.
 SMALLEST_SCALE = 1e-6
 # softplus of this is 1.
 UNIT = math.log(math.e - 1)
 
 
 def tree_shapes(num_classes: int, image_channels: int, neighbourhood: Neighbourhood) -> dict[str, tuple[int, ...]]:
-    """Of the parameters and buffers of a ``TemperatureTree``."""
+    """The shapes of the parameters and buffers of a ``TemperatureTree``."""
     kernel = (TAPS,) * (2 if neighbourhood == "plane" else 3)
     branches = LEAVES + GATES + (image_channels > 0)
     shapes: dict[str, tuple[int, ...]] = {
@@ -63,8 +63,8 @@ class TemperatureTree(nn.Module):
     logistic function: ``A = s(g1) t1 + (1 - s(g1)) t2``, ``B = s(g2) t3 + (1 - s(g2)) t4``,
     ``L = s(g3) A + (1 - s(g3)) B``, ``root = s(gI) tI + (1 - s(gI)) L`` with a leaf tI of the image, or ``root = L``;
     the factor is ``softplus(root + 0.5413)`` (Ding et al., ICCV 2021). All of them see the same scores, so they are
-    one convolution. At the start the leaves are 0 and the factor is 1; the gates are noise, which tells the leaves
-    apart: with equal gates they would get equal gradients and stay one leaf.
+    computed by one convolution. Initially the leaves are 0 and the factor is 1. The gates start as noise: with equal
+    gates, all leaves would get equal gradients and stay equal.
 
     Inputs are standardised with the means and scales in the buffers.
 
@@ -98,7 +98,7 @@ class TemperatureTree(nn.Module):
         noise = torch.randn(self.weight[LEAVES:].shape, generator=generator) / math.sqrt(fan_in)
         with torch.no_grad():
             self.weight[LEAVES:] = noise
-        self.requires_grad_(False)  # but while it is trained: who applies it wants no graph
+        self.requires_grad_(False)  # only training needs gradients of the parameters
 
     @property
     def kernel_axes(self) -> int:
@@ -106,7 +106,7 @@ class TemperatureTree(nn.Module):
         return self.weight.ndim - 2
 
     def standardise_by(self, mean: Tensor, scale: Tensor, image_mean: Tensor, image_scale: Tensor) -> None:
-        """Set means and scales; what does not vary keeps scale 1 and becomes 0."""
+        """Set means and scales; constant inputs get scale 1."""
         self.mean.copy_(mean)
         self.scale.copy_(torch.where(scale > SMALLEST_SCALE, scale, 1.0))
         if self.image_channels:
@@ -143,7 +143,7 @@ def _gate(gate: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """The dilated convolution of standardised inputs; the scale goes into the weights, which are fewer."""
+    """The dilated convolution of standardised inputs; the weights, which are fewer, are divided by the scale."""
     ones = [1] * (x.ndim - 2)
     x = (x - mean.to(x).view(-1, *ones)).nan_to_num_(0.0)
     weight = weight.to(x) / scale.to(x).view(-1, *ones)
@@ -153,14 +153,14 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tens
 
 
 def temperature(factor: Tensor, beta: Tensor | float) -> Tensor:
-    """The network's factor times the one temperature ``1 / beta`` of all, within bounds."""
+    """The network's factor times the global temperature ``1 / beta``, within bounds."""
     return (factor / beta).clamp(COLDEST, HOTTEST)
 
 
 def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
-    """What the network sees of logits ``(N, C, ...)``: themselves or ``log S(z)``, no class ``FLOOR`` below the best.
+    """The network's inputs for logits ``(N, C, ...)``: these or ``log S(z)``, at most ``FLOOR`` below the best class.
 
-    Voxels without a softmax are NaN, as ignored ones may be, and the network takes them for average ones.
+    Voxels without a softmax, such as ignored ones, are NaN; the network treats them as average voxels.
 
     Examples:
         >>> network_inputs(torch.tensor([[2.0, 2.0, -torch.inf]]), "logits")
@@ -174,7 +174,7 @@ def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def mirrored(start: int, stop: int, size: int) -> list[int]:
-    """Positions ``start..stop`` along an axis of ``size`` voxels, those outside mirrored at the border voxels.
+    """Positions ``start..stop`` along an axis of ``size`` voxels, mirrored at the border voxels.
 
     Examples:
         >>> mirrored(-3, 6, 4), mirrored(-2, 3, 1)
@@ -185,15 +185,15 @@ def mirrored(start: int, stop: int, size: int) -> list[int]:
 
 
 class Window(NamedTuple):
-    """A box of voxels, one ``(start, stop)`` per spatial axis, and the rows that it needs to be padded."""
+    """A box of voxels, one ``(start, stop)`` per spatial axis, and its padding."""
 
     ranges: tuple[tuple[int, int], ...]
     size: tuple[int, ...]
-    axes: int  # of the kernel; a kernel in the plane leaves the slices of a volume alone
+    axes: int  # axes of the kernel; one in the plane treats the slices of a volume separately
 
     @classmethod
     def of_rows(cls, rows: slice, size: tuple[int, ...], axes: int) -> Window:
-        """Whole rows."""
+        """A box of whole rows."""
         return cls(((rows.start, rows.stop), *((0, length) for length in size[1:])), size, axes)
 
     def _places(self) -> list[list[int]]:
@@ -206,12 +206,12 @@ class Window(NamedTuple):
 
     @property
     def source(self) -> slice:
-        """The rows to read."""
+        """The rows to read, halo included."""
         rows = self._places()[0]
         return slice(min(rows), max(rows) + 1)
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """The box itself, of a tensor ``(N, C, rows, ...)`` that holds the rows of ``source``."""
+        """The box itself, from a tensor ``(N, C, rows, ...)`` that holds the rows of ``source``."""
         first = self.source.start
         (start, stop), *others = self.ranges
         box = (slice(start - first, stop - first), *(slice(*other) for other in others))
@@ -219,10 +219,10 @@ class Window(NamedTuple):
         return tensor[index]
 
     def padded(self, tensor: Tensor) -> Tensor:
-        """The same with its halo; the slices of a volume join the batch where the kernel is in the plane."""
+        """The box with its halo; if the kernel is in the plane, the slices of a volume become batch items."""
         rows, *others = self._places()
         first = self.source.start
-        # Channels last: rows and columns are then copied in runs, and the convolution is up to three times as fast.
+        # Channels last: rows and columns are copied in runs, and the convolution is up to three times as fast.
         tensor = tensor.movedim(1, -1).contiguous()
         for axis, places in enumerate(([row - first for row in rows], *others), start=1):
             if places != list(range(tensor.shape[axis])):
@@ -233,14 +233,14 @@ class Window(NamedTuple):
 
 
 def check_space(spatial: tuple[int, ...], axes: int) -> None:
-    """Raise where the kernel does not suit the space."""
+    """Raise if the kernel does not suit the spatial shape."""
     if len(spatial) not in (axes, 3):
         expected = "(N, C, height, width) or (N, C, depth, height, width)" if axes == 2 else "volumes"
         raise InputError(f"the space of the logits is {spatial}", expected=expected)
 
 
 def check_image(image: Tensor | None, channels: int, shape: tuple[int, ...]) -> Tensor:
-    """The image for logits of a shape ``(N, C, *spatial)``; raises where it is missing or unfit."""
+    """The image for logits of a shape ``(N, C, *spatial)``; raises if it is missing or does not fit."""
     if image is None:
         raise InputError(
             "no image", expected=f"one of {channels} channels", fix="fit with image_channels=0 to do without"

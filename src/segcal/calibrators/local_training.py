@@ -1,9 +1,9 @@
-"""Training the network of local temperature scaling, on crops that are drawn from the cases once and held.
+"""Training the network of local temperature scaling on crops of the cases.
 
-A case is divided into windows that do not overlap, and a seeded share of them is taken, each with the halo that the
-network needs: the crops of an epoch fit in memory whatever the number and size of the cases. ``everything`` takes all
-windows instead and reads the cases again in every epoch. Where there is but one case, a fifth of its images (or, of
-one image, of its windows) is held out, and its crops are held in memory either way.
+A case is divided into windows that do not overlap. A seeded sample of them, each with the halo that the network needs,
+is drawn once and kept: it fits in memory whatever the number and size of the cases. ``everything`` takes all windows
+instead, and reads the cases again in every epoch. If there is only one case, a fifth of its images (of a single image,
+a fifth of its windows) is held out, and all its crops are kept in memory.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ from segcal.parallel.threads import torch_threads
 from segcal.solvers import adam
 from segcal.types import Case
 
-# The sides of a crop, by the axes of the kernel.
+# The sides of a crop, by the number of axes of the kernel.
 _SIDES = {2: (64, 64), 3: (16, 32, 32)}
-# Voxels and scores (halo included) of all crops together, for training; validation has a quarter.
+# At most this many voxels and scores (with halo) in all crops for training; a quarter of it for validation.
 _VOXELS, _VALUES = 2**21, 2**26
-_BATCH = 8  # crops
-# Steps an epoch has at least: few crops are gone through several times.
+# Crops per batch.
+_BATCH = 8
+# Steps per epoch, at least: few crops are used several times.
 _STEPS = 16
+# Epochs without improvement before training stops.
 _PATIENCE = 12
-# Inputs of a kernel up to which the rate is as asked for.
+# The learning rate is reduced for kernels with more inputs than this.
 _INPUTS = 100
+# Impossible classes get this logit, relative to the best: -inf would make the gradient by beta NaN.
 _DEEPEST = -1e6
-# Crops that stand for an image where it has one temperature.
+# Crops per image, at most, if an image has one temperature.
 _PER_IMAGE = 32
-# What F.cross_entropy leaves out.
-_NOT = -100
+# The label that F.cross_entropy ignores.
+_IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: what the network sees, whether an image has one temperature, and the options of Adam."""
+    """How to train: the network's inputs, whether an image has one temperature, and the options of Adam."""
 
     inputs: Inputs
     per_image: bool
@@ -69,7 +72,7 @@ class Recipe:
 class Outcome(NamedTuple):
     """Whether the network beat a single temperature on the validation crops, and how the training went.
 
-    ``gradient`` is the norm of that of the mean loss of all crops at the end, ``voxels`` those of all crops.
+    ``gradient`` is the norm of the gradient of the mean loss at the end, ``voxels`` the number of voxels in all crops.
     """
 
     better: bool
@@ -83,8 +86,8 @@ class Outcome(NamedTuple):
 class Crops(NamedTuple):
     """Crops of one size, first axis n.
 
-    ``scores`` are padded logits, ``image`` the padded image, ``labels`` those of the box itself, ``_NOT`` where they do
-    not count, ``inside`` whether a voxel is in the image (and in no earlier crop), ``owner`` the image each is from.
+    ``scores`` are padded logits, ``image`` the padded image, ``labels`` those of the box itself (or ``_IGNORED``),
+    ``inside`` whether a voxel is in the image and in no earlier crop, ``owner`` the index of the image.
     """
 
     scores: Tensor
@@ -95,32 +98,24 @@ class Crops(NamedTuple):
 
     def take(self, index: Tensor) -> Crops:
         """Some of them."""
-        image = None if self.image is None else self.image[index]
-        return Crops(self.scores[index], image, self.labels[index], self.inside[index], self.owner[index])
+        return Crops._make(None if part is None else part[index] for part in self)
 
     @classmethod
     def join(cls, parts: list[Crops]) -> Crops:
         """All of them, one after the other."""
-        images = [part.image for part in parts if part.image is not None]
-        return cls(
-            torch.cat([part.scores for part in parts]),
-            torch.cat(images) if images else None,
-            torch.cat([part.labels for part in parts]),
-            torch.cat([part.inside for part in parts]),
-            torch.cat([part.owner for part in parts]),
-        )
+        return cls._make(None if own[0] is None else torch.cat(own) for own in zip(*parts, strict=True))
 
 
 def fit_network(
     network: TemperatureTree, beta: float, cases: CaseSet, validation: CaseSet | None, recipe: Recipe
 ) -> Outcome:
-    """Train in place; the network is left at the state of the lowest validation NLL.
+    """Train the network in place; it ends in the state of the lowest validation NLL.
 
-    Without validation cases there is one case, of which a part is held out.
+    ``validation`` is None if there is only one case, of which a part is held out.
 
-    The loss is the mean NLL of ``S(beta z / factor)``, the factor being the network's output. Adam's first steps move
-    every weight by the rate and, as neighbouring inputs are alike, these moves add up: so the rate falls with the
-    number of inputs of a kernel, and an epoch at a tenth of it comes first.
+    The loss is the mean NLL of ``S(beta z / factor)``, where the factor is the network's output. Adam's first steps
+    move every weight by the learning rate, and because neighbouring inputs are similar, these moves add up. So the rate
+    falls with the number of inputs of a kernel, and training starts with an epoch at a tenth of it.
     """
     sides = _crop_sides(cases, network.kernel_axes)
     train = CropSource(cases, sides, network, recipe, share=1.0)
@@ -139,23 +134,15 @@ def fit_network(
         return _nll(crops, 1 / temperatures)
 
     def loss(crops: Crops) -> Tensor:
-        return losses(crops) / (crops.labels != _NOT).sum()
+        return losses(crops) / (crops.labels != _IGNORED).sum()
 
     def objective() -> float:
         return sum(float(losses(crops)) for crops in held_out.batches()) / held_out.voxels
 
     single = sum(float(_nll(crops, torch.tensor(beta))) for crops in held_out.batches()) / held_out.voxels
     rate = recipe.learning_rate * min(1.0, _INPUTS / network.weight[0].numel())
-    train_at = partial(
-        adam,
-        network,
-        loss,
-        train.epoch,
-        objective,
-        weight_decay=recipe.weight_decay,
-        patience=_PATIENCE,
-        seed=recipe.seed,
-    )
+    decay, seed = recipe.weight_decay, recipe.seed
+    train_at = partial(adam, network, loss, train.epoch, objective, weight_decay=decay, patience=_PATIENCE, seed=seed)
     network.requires_grad_(True)
     train_at(learning_rate=rate / 10, max_epochs=1)
     training = train_at(learning_rate=rate, max_epochs=recipe.epochs)
@@ -178,19 +165,18 @@ def fit_network(
 
 
 def _nll(crops: Crops, beta: Tensor) -> Tensor:
-    """The sum over the voxels that count of the NLL of ``S(beta z)``, beta ``(n, *sides)`` or a scalar."""
-    halo = [(whole - side) // 2 for whole, side in zip(crops.scores.shape[2:], crops.labels.shape[1:], strict=True)]
-    box = tuple(slice(width, width + side) for width, side in zip(halo, crops.labels.shape[1:], strict=True))
-    index = (slice(None), slice(None), *box)
-    z = crops.scores[index].masked_fill((crops.labels == _NOT).unsqueeze(1), 0.0)  # which may be NaN there
-    # Impossible classes are at a finite depth here: the gradient by beta would be 0 times infinity.
+    """The sum over labelled voxels of the NLL of ``S(beta z)``, where beta is ``(n, *sides)`` or a scalar."""
+    z = crops.scores
+    for axis, side in enumerate(crops.labels.shape[1:], start=2):
+        z = z.narrow(axis, (z.shape[axis] - side) // 2, side)
+    z = z.masked_fill((crops.labels == _IGNORED).unsqueeze(1), 0.0)  # ignored voxels may be NaN
     gaps = (z - z.amax(1, keepdim=True)).clamp(min=_DEEPEST)
     scores = gaps * (beta.unsqueeze(1) if beta.ndim else beta)
-    return F.cross_entropy(scores, crops.labels, ignore_index=_NOT, reduction="none").double().sum()
+    return F.cross_entropy(scores, crops.labels, ignore_index=_IGNORED, reduction="none").double().sum()
 
 
 def _image_means(temperatures: Tensor, crops: Crops) -> Tensor:
-    """Temperatures ``(n, *sides)``, each crop with the mean over the crops of its image."""
+    """Temperatures ``(n, *sides)``, replaced by the mean over all crops of the same image."""
     _, owner = torch.unique(crops.owner, return_inverse=True)
     axes = tuple(range(1, temperatures.ndim))
     images = int(owner.max()) + 1
@@ -200,7 +186,7 @@ def _image_means(temperatures: Tensor, crops: Crops) -> Tensor:
 
 
 class CropSource:
-    """The crops of some cases: a share of the windows, held, or all of them, read again every time."""
+    """The crops of some cases: a sample of the windows, kept in memory, or all of them, read again every time."""
 
     def __init__(
         self, cases: CaseSet, sides: tuple[int, ...], network: TemperatureTree, recipe: Recipe, share: float
@@ -215,24 +201,24 @@ class CropSource:
 
     def _hold(self, crops: list[Crops] | None) -> None:
         self._held = [Crops.join(crops)] if crops else crops
-        self.voxels = sum(int((part.labels != _NOT).sum()) for part in self.parts())
+        self.voxels = sum(int((part.labels != _IGNORED).sum()) for part in self.parts())
         if not self.voxels:
             raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
 
     def parts(self) -> Iterator[Crops]:
-        """All crops, as many at a time as are held."""
+        """All crops: at once if they are kept in memory, else case by case."""
         yield from self._draw() if self._held is None else self._held
 
     def divided(self) -> tuple[CropSource, CropSource, str]:
-        """Four fifths and a fifth of the images, or of the crops of a single image, and what to tell the user.
+        """Four fifths and one fifth of the images, or of the crops of a single image, and a note for the user.
 
-        Where there is one crop, or one image with a temperature of its own, both are the whole.
+        If there is only one crop, or one image with a single temperature, both parts are the whole.
         """
         (whole,) = self.parts()
         units, name = torch.unique(whole.owner, return_inverse=True)[1], "images"
         if not self.recipe.per_image and int(units.max()) == 0:
             units, name = torch.arange(len(whole.owner)), "windows, beside those trained on,"
-        counted = torch.unique(units[(whole.labels != _NOT).flatten(1).any(1)])
+        counted = torch.unique(units[(whole.labels != _IGNORED).flatten(1).any(1)])
         if len(counted) < 2:
             return self, self, "there is one case, too small to hold a part out: validated on what was trained on"
         generator = torch.Generator().manual_seed(self.recipe.seed)
@@ -244,7 +230,7 @@ class CropSource:
         return train, held_out, f"there is one case: a fifth of its {name} were held out for validation"
 
     def batches(self, generator: torch.Generator | None = None) -> Iterator[Crops]:
-        """All crops, a few at a time; with a generator in random order. Crops that must be together are."""
+        """All crops in batches, in random order if there is a generator; the crops of ``_groups`` stay together."""
         for part in self.parts():
             groups = self._groups(part)
             order = (
@@ -261,16 +247,16 @@ class CropSource:
                 yield part.take(torch.cat(batch))
 
     def epoch(self, generator: torch.Generator) -> Iterator[Crops]:
-        """Batches for training, ``_STEPS`` of them at least; those without a label that counts are left out."""
+        """At least ``_STEPS`` batches for training; batches without labels are skipped."""
         steps = 0
         while steps < _STEPS:
             for crops in self.batches(generator):
-                if bool((crops.labels != _NOT).any()):
+                if bool((crops.labels != _IGNORED).any()):
                     steps += 1
                     yield crops
 
     def _groups(self, crops: Crops) -> list[Tensor]:
-        """Indices of the crops that must be in one batch."""
+        """Groups of crops that must be in the same batch, as indices."""
         if not self.recipe.per_image:
             return list(torch.split(torch.arange(len(crops.owner)), 1))
         return [(crops.owner == image).nonzero()[:, 0] for image in torch.unique(crops.owner)]
@@ -292,7 +278,7 @@ class CropSource:
     def _of_case(self, case: Case, images: int, generator: torch.Generator) -> list[Crops]:
         valid = case.valid.any(0)
         boxes = _boxes(case.shape[2:], self.sides)
-        # The mean over an image takes in what is ignored there; else windows without a label are of no use.
+        # The mean over an image includes ignored voxels; otherwise windows without labels are useless.
         if not self.recipe.per_image or not bool(valid.any()):
             boxes = [box for box in boxes if bool(valid[tuple(slice(*ends) for ends in box)].any())]
         count = len(boxes) if self.per_case is None else min(len(boxes), max(1, self.per_case // case.shape[0]))
@@ -304,7 +290,7 @@ class CropSource:
             return [self._crop(case, boxes[index], images) for index in chosen]
 
     def _crop(self, case: Case, box: tuple[tuple[int, int], ...], images: int) -> Crops:
-        """One window of every item in the batch of a case; past the end of the image it is mirrored."""
+        """One window of every item of a case; beyond the border the image is mirrored."""
         batch, _, *spatial = case.shape
         window = Window(box, tuple(spatial), self.axes)
         source = window.source
@@ -313,32 +299,24 @@ class CropSource:
         if self.image_channels:
             image = check_image(case.source.image(source), self.image_channels, tuple(logits.shape))
             image = window.padded(image.expand(batch, *image.shape[1:])).cpu()
-        labels = torch.full((batch, *(stop - start for start, stop in box)), _NOT)
+        labels = torch.full((batch, *(stop - start for start, stop in box)), _IGNORED)
         inside = torch.zeros(labels.shape, dtype=torch.bool)
         ends = [min(stop, size) for (_, stop), size in zip(box, spatial, strict=True)]
         rows = slice(box[0][0], ends[0])
-        here = (
-            slice(None),
-            slice(None),
-            *(slice(start, end) for (start, _), end in zip(box[1:], ends[1:], strict=True)),
-        )
+        columns = (slice(start, end) for (start, _), end in zip(box[1:], ends[1:], strict=True))
+        here = (slice(None), slice(None), *columns)
         there = (slice(None), *(slice(0, end - start) for (start, _), end in zip(box, ends, strict=True)))
         own, mask = case.rows("labels", rows)[here].cpu().long(), case.rows("mask", rows)
         valid = own != case.ignore_index
-        labels[there] = torch.where(valid if mask is None else valid & mask[here].cpu(), own, _NOT)
+        labels[there] = torch.where(valid if mask is None else valid & mask[here].cpu(), own, _IGNORED)
         inside[there] = True
-        slices = len(box) > self.axes
-        return Crops(
-            scores=window.padded(logits).float().cpu(),
-            image=image,
-            labels=labels.flatten(0, 1) if slices else labels,
-            inside=inside.flatten(0, 1) if slices else inside,
-            owner=images + torch.arange(batch),
-        )
+        if len(box) > self.axes:  # a slice of a volume
+            labels, inside = labels.flatten(0, 1), inside.flatten(0, 1)
+        return Crops(window.padded(logits).float().cpu(), image, labels, inside, images + torch.arange(batch))
 
 
 def _crop_sides(cases: CaseSet, axes: int) -> tuple[int, ...]:
-    """The sides of a crop, no longer than the longest of the cases."""
+    """The sides of a crop, limited to the longest sides of the cases."""
     longest = [1] * axes
     for index in range(len(cases)):
         case = cases[index]
@@ -348,7 +326,7 @@ def _crop_sides(cases: CaseSet, axes: int) -> tuple[int, ...]:
 
 
 def _boxes(spatial: tuple[int, ...], sides: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-    """Windows of the given sides that cover the space once; slices one by one where there are fewer sides than axes."""
+    """Windows of the given sides that cover the space once; single slices if there are fewer sides than axes."""
     lengths = (1,) * (len(spatial) - len(sides)) + sides
     starts = (range(0, size, length) for size, length in zip(spatial, lengths, strict=True))
     return [
@@ -358,7 +336,7 @@ def _boxes(spatial: tuple[int, ...], sides: tuple[int, ...]) -> list[tuple[tuple
 
 
 def _moments(source: CropSource, network: TemperatureTree, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean and standard deviation of each input channel, and of each channel of the image, over the crops."""
+    """The mean and standard deviation over all crops of each input channel, and of each channel of the image."""
     scores, image = _Moments(), _Moments()
     for crops in source.batches():
         scores.add(network_inputs(crops.scores, recipe.inputs))
@@ -368,7 +346,7 @@ def _moments(source: CropSource, network: TemperatureTree, recipe: Recipe) -> tu
 
 
 class _Moments:
-    """Sums of each channel, in float64, around the first mean."""
+    """Running mean and variance of each channel, in float64, relative to the mean of the first batch."""
 
     def __init__(self) -> None:
         self.count, self.shift, self.sums, self.squares = 0, torch.zeros(1), torch.zeros(1), torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Meta-Cal, in the form that keeps the labels: what is uncertain becomes uniform, the rest is temperature-scaled."""
+"""Meta-Cal in the form that keeps labels: uncertain predictions become uniform, the rest is temperature-scaled."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from segcal.solvers import Solution, newton_1d
 
 __all__ = ["MetaCal"]
 
-# Two parameters need no more.
+# Voxels of the sample: enough for two parameters.
 _VOXELS = 200_000
-#: 1 / temperature of what is rejected: uniform, but for the order.
+#: 1 / temperature of rejected voxels, which become uniform but keep their order.
 REJECTED = 1e-10
 
 
 class MetaCal(Calibrator):
     """``meta-cal``: ``S(z / 1e10)`` where the entropy is above gamma, ``S(z / T)`` elsewhere.
 
-    Ma and Blaschko (ICML 2021) rank predictions by entropy and answer at random above a threshold; here, as in Wang et
+    Ma and Blaschko (ICML 2021) rank predictions by entropy and answer at random above a threshold. Here, as in Wang et
     al. (2023), the distribution becomes uniform there and the label stays. Gamma is the entropy that a share
-    ``miscoverage`` of the correct predictions exceeds, and T has the least NLL of what lies below. Where rejecting
-    makes the NLL of the fit data worse than the identity's, nothing is rejected, and this is temperature scaling.
+    ``miscoverage`` of the correct predictions exceeds; T minimises the NLL of the voxels below it. If rejection makes
+    the NLL of the fit data worse than the identity's, nothing is rejected, and this is temperature scaling.
 
     Args:
         miscoverage: Share of the correct predictions that may be rejected.
 
-    Gamma and T rest on at most 200,000 voxels, each standing for as many as its stratum has, whatever ``voxels`` is:
-    two numbers need no more. The NLL before and after is always that of all voxels.
+    Gamma and T are fitted to a stratified sample of at most 200,000 voxels, whatever ``voxels`` is. The NLL before and
+    after is always that of all voxels.
 
-    ``detection`` says how well the threshold finds mispredictions, on the validation cases where some were given and
-    on the fit data otherwise; ``fit_report.notes`` repeats it.
+    ``detection`` says how well the threshold finds mispredictions, on the validation cases if some were given, else on
+    the fit data; ``fit_report.notes`` repeats it.
 
     Examples:
         >>> import segcal
@@ -70,7 +70,7 @@ class MetaCal(Calibrator):
 
     @property
     def temperature(self) -> float:
-        """T."""
+        """The temperature T."""
         return 1 / float(self.beta)
 
     def _summary(self) -> str:
@@ -82,9 +82,9 @@ class MetaCal(Calibrator):
         return Detection.of(self.counts)
 
     def limits(self) -> dict[str, Limits]:
-        """An entropy beyond which nothing is rejected, and temperatures of ``ts``."""
+        """The bounds of ``ts``, and an entropy above which nothing can be rejected."""
         assert self.num_classes is not None
-        return {"beta": BETA, "gamma": Limits(0.0, _nothing(self.num_classes)), "counts": COUNT}
+        return {"beta": BETA, "gamma": Limits(0.0, _above_all_entropies(self.num_classes)), "counts": COUNT}
 
     def _scores(self, logits: Tensor) -> Tensor:
         rejected = (entropy(logits) > self.gamma.to(logits)).unsqueeze(1)
@@ -100,47 +100,39 @@ class MetaCal(Calibrator):
         wrong = sample.logits.argmax(1) != sample.labels
         notes = []
         if data.voxels == "all" and len(sample) < sample.total:
-            notes.append(f"gamma and T rest on {len(sample):,} voxels: voxels = 'all' does not change that")
+            notes.append(f"gamma and T are fitted to {len(sample):,} voxels: voxels = 'all' does not change that")
+
+        def reject_above(gamma: float) -> tuple[Solution[float], float]:
+            """Set gamma, and T to minimise the NLL of what is not rejected; returns the NLL of all voxels, too."""
+            self.gamma.fill_(gamma)
+            self.counts = detection_counts(wrong, uncertain > self.gamma, sample.weights)
+            kept = entropy(first.sample.logits.double()) <= self.gamma
+            solution = newton_1d(SampleNLL.of(first.sample).where(kept), 1.0, (LOWEST, HIGHEST))
+            self.beta.fill_(solution.value)
+            return solution, mean_loss(data.cases, self).nll
+
+        nowhere = _above_all_entropies(first.num_classes)
         if bool(wrong.all()) or not bool(wrong.any()):
             kind = "correct prediction" if bool(wrong.all()) else "misprediction"
             notes.append(f"no {kind} to rank the others against: nothing is rejected")
-            self.gamma.fill_(_nothing(first.num_classes))
+            solution, after = reject_above(nowhere)
         else:
-            self.gamma.fill_(_exceeded(uncertain[~wrong], sample.weights[~wrong.numpy()], self.miscoverage))
-        self.counts = detection_counts(wrong, uncertain > self.gamma, sample.weights)
-        solution = self._set_temperature(first)
-        after = mean_loss(data.cases, self).nll
+            correct = uncertain[~wrong], sample.weights[~wrong.numpy()]
+            solution, after = reject_above(_exceeded(*correct, self.miscoverage))
         if not after <= first.nll:
             worse = f"rejecting gives an NLL of {compared(after, first.nll)} that of the identity ({self.detection})"
             notes.append(f"{worse}: nothing is rejected")
-            self.gamma.fill_(_nothing(first.num_classes))
-            self.counts = detection_counts(wrong, uncertain > self.gamma, sample.weights)
-            solution = self._set_temperature(first)
-            after = mean_loss(data.cases, self).nll
+            solution, after = reject_above(nowhere)
         if not after <= first.nll:
             self.beta.fill_(1.0)
             after = first.nll
-        return Fitted(
-            nll_before=first.nll,
-            nll_after=after,
-            converged=solution.converged,
-            certificate=solution.certificate,
-            iterations=solution.iterations,
-            voxels_used=len(first.sample) + (0 if data.validation is None else len(sample)),
-            notes=[*notes, str(self.detection)],
-        )
-
-    def _set_temperature(self, first: FirstPass) -> Solution[float]:
-        """T by the NLL of what is not rejected."""
-        sample = first.sample
-        kept = entropy(sample.logits.double()) <= self.gamma
-        solution = newton_1d(SampleNLL.of(sample).where(kept), 1.0, (LOWEST, HIGHEST))
-        self.beta.fill_(solution.value)
-        return solution
+        used = len(first.sample) + (0 if data.validation is None else len(sample))
+        outcome = solution.converged, solution.certificate, solution.iterations
+        return Fitted(first.nll, after, *outcome, used, [*notes, str(self.detection)])
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of the softmax, in nats: ``(N, C, *spatial)`` to ``(N, *spatial)``.
+    """The entropy of the softmax in nats: ``(N, C, *spatial)`` to ``(N, *spatial)``.
 
     Examples:
         >>> entropy(torch.zeros(1, 4)).exp()
@@ -151,13 +143,13 @@ def entropy(logits: Tensor) -> Tensor:
     return -torch.where(p > 0, p * log_p, 0.0).sum(1)
 
 
-def _nothing(num_classes: int) -> float:
+def _above_all_entropies(num_classes: int) -> float:
     """An entropy that no distribution exceeds."""
     return math.log(num_classes) + 1
 
 
 def _exceeded(values: Tensor, weights: NDArray[np.float64], share: float) -> float:
-    """The smallest of the values that at most this share of the weight exceeds."""
+    """The smallest value that at most this share of the total weight exceeds."""
     ordered, order = values.sort()
     beyond = 1 - np.cumsum(weights[order.numpy()]) / weights.sum()
     return float(ordered[int(np.argmax(beyond <= share + 1e-12))])

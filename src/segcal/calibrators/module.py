@@ -115,23 +115,13 @@ class CalibratorModule(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Do nothing: ``_load_from_state_dict`` has read it already."""
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
         extra = state_dict.get(prefix + _EXTRA)
         if extra is not None and extra.numel():
             own = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
             self._prepare_for(extra, {name: tuple(t.shape) for name, t in own.items() if not name.endswith(_EXTRA)})
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        _, _, missing_keys, *_ = others
         if self.num_classes is not None and prefix + _EXTRA in missing_keys:
             missing_keys.remove(prefix + _EXTRA)  # not needed if the classes are known
 

@@ -1,7 +1,8 @@
-"""Isotonic regression and histogram binning, from fine histograms: one pass to fit, one to measure."""
+"""Isotonic regression and histogram binning, fitted to fine histograms: one pass to fit, one to measure."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,16 @@ __all__ = ["HistogramBinning", "IsotonicRegression"]
 
 FloatArray = NDArray[np.float64]
 
-# Of p, added to the isotonic map so that it rises strictly.
+# This multiple of p is added to the isotonic map, which then rises strictly.
 _SLOPE = 1e-9
-# The edges of binning are higher, in log p, by this share: there float32 would decide by its rounding.
+# Edges of bins are raised by this share of log p, so that the rounding of float32 does not decide.
 _ABOVE = 1e-6
-# Bytes a second at which memory is filled, roughly.
+# Roughly the bytes that are written per second.
 _MEMORY_SPEED = 1e9
 
 
 def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
-    """One pass over all valid voxels, which also checks the data; memory does not grow with their number."""
+    """One pass over all valid voxels, which also checks the data. Memory does not depend on their number."""
     histogram = FineHistogram(cases.num_classes, classwise=classwise)
     for case in cases:
         try:
@@ -50,7 +51,7 @@ def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
 def pool_adjacent_violators(values: FloatArray, weights: FloatArray) -> FloatArray:
     """The non-decreasing sequence of least weighted squared distance to ``values (n,)``; weights are positive.
 
-    Ayer et al. 1955: blocks merge with the one before as long as their mean is not above it. Linear time.
+    A block merges with the one before while its mean is not above that one's (Ayer et al. 1955). Linear time.
 
     Examples:
         >>> pool_adjacent_violators(np.array([1.0, 3.0, 2.0]), np.ones(3))
@@ -72,19 +73,57 @@ def pool_adjacent_violators(values: FloatArray, weights: FloatArray) -> FloatArr
     return np.repeat(means, sizes)
 
 
-class IsotonicRegression(Calibrator):
+class _HistogramCalibrator(Calibrator):
+    """A map of log-probabilities that is fitted to fine histograms, or the identity if that has a lower NLL."""
+
+    translation_invariant = True
+    fitted: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fitted", torch.zeros((), dtype=torch.float64))  # 1, or 0 for the identity
+
+    @abstractmethod
+    def _mapped(self, log_p: Tensor) -> Tensor:
+        """Scores of log-probabilities ``(N, C, *spatial)``."""
+
+    @abstractmethod
+    def _fast_mapped(self, kernels: Any, logits: Tensor) -> Any:
+        """Calibrated log-probabilities by compiled loops."""
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        log_p = log_probabilities(logits)
+        scores = torch.where(self.fitted.to(log_p) > 0, self._mapped(log_p), log_p)
+        return scores.masked_fill(log_p == -torch.inf, -torch.inf)
+
+    def _fast(self, kernels: Any, logits: Tensor) -> Any:
+        return self._fast_mapped(kernels, logits) if float(self.fitted) else kernels.apply_temperature(logits, 1.0)
+
+    def _measured(self, data: FitData, histogram: FineHistogram) -> Fitted:
+        """The report of the fitted map; falls back to the identity if that has a lower NLL."""
+        self.fitted.fill_(1.0)
+        before, after = histogram.nll / histogram.voxels, mean_loss(data.cases, self).nll
+        notes = []
+        if not after <= before:
+            self.fitted.fill_(0.0)
+            notes.append(f"renormalising gives an NLL of {compared(after, before)} that of the identity, which is kept")
+            after = before
+        return Fitted(before, after, True, 0.0, 1, histogram.voxels, notes)
+
+
+class IsotonicRegression(_HistogramCalibrator):
     """``isotonic``: one rising map of all class probabilities, fitted to all of them at once, then renormalised.
 
     ``p_k' = (g(p_k) + 1e-9 p_k) / sum_j (...)`` with g the isotonic regression of ``[y = k]`` on ``p_k`` over all
     voxels and classes (Zhang, Kailkhura and Han, ICML 2020). Translation invariant, keeps the order.
 
-    The regression is made from 16384 bins equally wide in logit(p), between -30 and 30; what is beyond is in the outer
-    ones. So it is the exact regression of probabilities rounded to the centre of their bin, which moves a logit by at
-    most 0.0019 (p and 1 - p by 0.19 %). Its squared error exceeds that of the exact regression g* of the unrounded ones
-    by at most ``2 sum_j w_j D_j``: w_j is the share of the probabilities in bin j, D_j by how much g* rises inside it.
-    Between centres the map is linear in log p and log g.
+    The regression uses 16384 bins of equal width in logit(p) between -30 and 30; the outer bins hold all values beyond.
+    It is the exact regression of probabilities rounded to the centre of their bin, which moves a logit by at most
+    0.0019 (p and 1 - p by 0.19 %). Its squared error exceeds that of the exact regression g* of unrounded probabilities
+    by at most ``2 sum_j w_j D_j``, where w_j is the share of the probabilities in bin j and D_j the rise of g* inside
+    it. Between centres the map is linear in log p and log g.
 
-    Falls back to the identity where renormalising makes the NLL of the fit data worse.
+    Falls back to the identity if renormalising makes the NLL of the fit data worse.
 
     Examples:
         >>> import segcal
@@ -96,20 +135,17 @@ class IsotonicRegression(Calibrator):
 
     id = "isotonic"
     title = "Isotonic regression"
-    translation_invariant = True
     preserves = "order"
     centres: Tensor  # log p in the middle of every fine bin
     values: Tensor  # g there
-    fitted: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centres", torch.from_numpy(logit_centres()), persistent=False)
         self.register_buffer("values", torch.zeros(LOGIT_BINS, dtype=torch.float64))
-        self.register_buffer("fitted", torch.zeros((), dtype=torch.float64))  # 1, or 0 for the identity
 
     def limits(self) -> dict[str, Limits]:
-        """A rising map of probabilities."""
+        """Probabilities that do not fall."""
         return {"values": Limits(0.0, 1.0, rising=True), "fitted": SHARE}
 
     def _fit(self, data: FitData) -> Fitted:
@@ -118,44 +154,35 @@ class IsotonicRegression(Calibrator):
         seen = np.flatnonzero(count)
         fitted = pool_adjacent_violators(positive[seen] / count[seen], count[seen].astype(float))
         self.values.copy_(torch.from_numpy(np.interp(np.arange(LOGIT_BINS), seen, fitted)))
-        self.fitted.fill_(1.0)
-        return _measured(self, data, histogram)
+        return self._measured(data, histogram)
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        log_p = log_probabilities(logits)
-        # Everything that could round unevenly happens at the centres. From there on there are only sums, products and
-        # comparisons, which never turn an order round.
+    def _mapped(self, log_p: Tensor) -> Tensor:
+        # All operations whose rounding could break the order are done once, at the centres. What follows are sums,
+        # products and comparisons, which keep it.
         knots, centres = self._knots().to(log_p), self.centres.to(log_p)
         inside = log_p.clamp(centres[0], centres[-1])
         lower = (torch.searchsorted(centres, inside.contiguous()) - 1).clamp(0, LOGIT_BINS - 2)
         start, low, high = centres[lower], knots[lower], knots[lower + 1]
-        scores = torch.minimum(low + (high - low) * ((inside - start) / (centres[lower + 1] - start)), high)
-        scores = torch.where(self.fitted.to(log_p) > 0, scores, log_p)
-        return scores.masked_fill(log_p == -torch.inf, -torch.inf)
+        return torch.minimum(low + (high - low) * ((inside - start) / (centres[lower + 1] - start)), high)
 
     def _knots(self) -> Tensor:
         """The logarithm of the map at the centres."""
         return (self.values + _SLOPE * self.centres.exp()).log().cummax(0).values
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
-        log_probs: Tensor = (
-            kernels.apply_knots(logits, self.centres, self._knots())
-            if float(self.fitted)
-            else kernels.apply_temperature(logits, 1.0)
-        )
-        return log_probs
+    def _fast_mapped(self, kernels: Any, logits: Tensor) -> Any:
+        return kernels.apply_knots(logits, self.centres, self._knots())
 
 
-class HistogramBinning(Calibrator):
+class HistogramBinning(_HistogramCalibrator):
     """``histogram``: each class probability becomes the share of its bin that has the class; renormalised.
 
-    Zadrozny and Elkan, ICML 2001, one against all others (Guo et al., ICML 2017). Every class has bins of equal mass,
-    whose edges are those of a fine histogram (16384 bins equally wide in logit(p)), so that an edge is off by at most
-    0.0037 in logit. Each bin is given one more voxel that is as the network says, so that no probability becomes 0 for
-    lack of data. Translation invariant; may change labels. Falls back to the identity where the NLL gets worse.
+    Zadrozny and Elkan, ICML 2001, one class against the others (Guo et al., ICML 2017). Every class has bins of equal
+    mass. Their edges are edges of a fine histogram (16384 bins of equal width in logit(p)), so they are off by at most
+    0.0037 in logit. Each bin gets one extra voxel with the network's own probability, so that no probability becomes 0
+    for lack of data. Translation invariant; may change labels. Falls back to the identity if the NLL gets worse.
 
     Args:
-        num_bins: For each class.
+        num_bins: Bins per class.
 
     Examples:
         >>> import segcal
@@ -167,11 +194,9 @@ class HistogramBinning(Calibrator):
 
     id = "histogram"
     title = "Histogram binning"
-    translation_invariant = True
     preserves = None
     edges: Tensor
     values: Tensor
-    fitted: Tensor
 
     def __init__(self, num_bins: int = 15) -> None:
         super().__init__()
@@ -180,7 +205,6 @@ class HistogramBinning(Calibrator):
         self.num_bins = num_bins
         self.register_buffer("edges", torch.zeros(0, num_bins - 1, dtype=torch.float64))
         self.register_buffer("values", torch.zeros(0, num_bins, dtype=torch.float64))
-        self.register_buffer("fitted", torch.zeros((), dtype=torch.float64))  # 1, or 0 for the identity
 
     def allocate(self, num_classes: int) -> None:
         """Edges and values for every class."""
@@ -188,15 +212,15 @@ class HistogramBinning(Calibrator):
         self.values = self.values.new_ones(num_classes, self.num_bins)
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """Of edges and values, and the mark of the identity."""
+        """The shapes of edges, values and the mark of the identity."""
         return {"edges": (num_classes, self.num_bins - 1), "values": (num_classes, self.num_bins), "fitted": ()}
 
     def limits(self) -> dict[str, Limits]:
-        """Rising edges in log p, and probabilities."""
+        """Rising edges in log p, and shares."""
         return {"edges": Limits(-torch.inf, 0.0, rising=True), "values": SHARE, "fitted": SHARE}
 
     def cost(self, num_classes: int) -> FitCost:
-        """That of the fine histograms: three tables of 8 bytes a bin, for each class."""
+        """The fine histograms: three tables per class, 8 bytes per bin."""
         memory = float(3 * 8 * LOGIT_BINS * num_classes)
         return FitCost(memory, memory / _MEMORY_SPEED, f"{num_classes:,} fine histograms")
 
@@ -205,44 +229,22 @@ class HistogramBinning(Calibrator):
         lower_edges = np.concatenate(([np.finfo(float).min], logit_edges(), [0.0]))
         for k in range(data.cases.num_classes):
             count, positive, probability = histogram.counts[k], histogram.positive[k], histogram.probability[k]
-            # Each fine bin goes where the middle of its mass lies; one with much mass leaves the next bins empty.
+            # A fine bin belongs to the bin that holds the middle of its mass; a heavy one leaves the next bins empty.
             middle = (np.cumsum(count) - count / 2) / count.sum()
             bins = np.minimum(middle * self.num_bins, self.num_bins - 1).astype(np.int64)
             total, hits, sums = (np.bincount(bins, own, self.num_bins) for own in (count, positive, probability))
             values = (hits + sums / np.maximum(total, 1)) / (total + 1)
-            seen = np.flatnonzero(total)  # the others take the value of their neighbours
+            seen = np.flatnonzero(total)  # empty bins are interpolated
             first = np.searchsorted(bins, np.arange(1, self.num_bins))
             self.edges[k] = torch.from_numpy(lower_edges[first] * (1 - _ABOVE))
             self.values[k] = torch.from_numpy(np.interp(np.arange(self.num_bins), seen, values[seen]))
-        self.fitted.fill_(1.0)
-        return _measured(self, data, histogram)
+        return self._measured(data, histogram)
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        log_p = log_probabilities(logits)
+    def _mapped(self, log_p: Tensor) -> Tensor:
         by_class = log_p.transpose(0, 1).flatten(1).contiguous()
         bins = torch.searchsorted(self.edges.to(log_p), by_class)
         binned = self.values.to(log_p).log().gather(1, bins)
-        scores = binned.view(log_p.transpose(0, 1).shape).transpose(0, 1)
-        scores = torch.where(self.fitted.to(log_p) > 0, scores, log_p)
-        return scores.masked_fill(log_p == -torch.inf, -torch.inf)
+        return binned.view(log_p.transpose(0, 1).shape).transpose(0, 1)
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor:
-        log_probs: Tensor = (
-            kernels.apply_bins(logits, self.edges, self.values.log())
-            if float(self.fitted)
-            else kernels.apply_temperature(logits, 1.0)
-        )
-        return log_probs
-
-
-def _measured(calibrator: IsotonicRegression | HistogramBinning, data: FitData, histogram: FineHistogram) -> Fitted:
-    """What to report; the identity where the map is worse than that."""
-    before, after = histogram.nll / histogram.voxels, mean_loss(data.cases, calibrator).nll
-    notes = []
-    if not after <= before:
-        calibrator.fitted.fill_(0.0)
-        notes.append(f"renormalising gives an NLL of {compared(after, before)} that of the identity, which is kept")
-        after = before
-    return Fitted(
-        before, after, converged=True, certificate=0.0, iterations=1, voxels_used=histogram.voxels, notes=notes
-    )
+    def _fast_mapped(self, kernels: Any, logits: Tensor) -> Any:
+        return kernels.apply_bins(logits, self.edges, self.values.log())

@@ -1,4 +1,4 @@
-"""Multi-label data: a map for each channel, fitted and applied as if the channel were all there is."""
+"""Multi-label data: one map per channel, fitted and applied as if that channel were the only one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def for_each_channel(
     function: Callable[[int, CaseSet, CaseSet | None], T], cases: CaseSet, validation: CaseSet | None
 ) -> list[T]:
-    """``function(index, cases, validation)`` of every channel; errors say in which."""
+    """``function(index, cases, validation)`` for every channel; errors name the channel."""
     found = []
     for index, name in enumerate(cases.channel_names or ()):
         try:
@@ -47,7 +47,7 @@ def channel_pieces(calibrators: Sequence[CaseCalibrator], case: Case) -> Iterato
     if case.shape[0] != len(calibrators):
         raise InputError(f"{case.shape[0]} channels", case=case.id, expected=f"{len(calibrators)}, as fitted")
     if not case.source.sliceable:
-        _ = case.logits  # Once for all channels.
+        _ = case.logits  # decoded once for all channels
     pieces = [score_pieces(case.channel(index), own) for index, own in enumerate(calibrators)]
     for parts in zip(*pieces, strict=True):
         rows = parts[0][0]
@@ -56,7 +56,7 @@ def channel_pieces(calibrators: Sequence[CaseCalibrator], case: Case) -> Iterato
 
 
 def report_of_channels(names: Sequence[str], reports: Sequence[FitReport | None]) -> FitReport | None:
-    """How the fits went together: mean NLL, the largest certificate, converged if all did; None if one is unknown.
+    """One report for all channels: mean NLL, largest certificate, converged if all did; None if one is missing.
 
     Examples:
         >>> one = FitReport(2.0, 1.0, True, 1e-9, 3, 0.1, 10, notes=("a",))

@@ -1,4 +1,4 @@
-"""Selective scaling: find the predictions that are probably wrong, and make those, and only those, less confident."""
+"""Selective scaling: find predictions that are probably wrong, and reduce the confidence of only those."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from segcal.calibrators.composed import Base, ComposedCalibrator, mapped
-from segcal.errors import InputError
+from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import SampleNLL
 from segcal.fitting.held_out import held_out_samples
@@ -24,37 +24,39 @@ __all__ = ["SelectiveScaling"]
 
 Rule = Literal["nll", "paper"]
 
-# Voxels that the selector is trained on, and as many to validate on.
+# Voxels to train the selector on, and as many to validate it on.
 _VOXELS = 100_000
+# Linear maps of the selector.
 _LAYERS = 4
+# Epochs, steps per epoch and voxels per batch of its training.
 _EPOCHS, _STEPS, _SMALLEST_BATCH = 40, 25, 256
 _RATE, _DECAY = 1e-3, 1e-6
-# Quantiles of the suspicion at which it may begin to count.
+# Candidate thresholds of the suspicion, as quantiles.
 _THRESHOLDS = 50
-# Log-probabilities below this tell the selector nothing more; -inf would tell it nonsense.
+# Log-probabilities are clamped to this before they enter the selector, which keeps them finite.
 _LOWEST_INPUT = -30.0
-# The paper's temperatures, and the shares of mispredictions found between which they are interpolated.
+# The paper's smallest and largest temperature, and the recalls between which it is interpolated.
 _SMALL_T, _LARGE_T, _POOR, _GOOD = 2.0, 1e10, 0.35, 0.5
 
 
 class SelectiveScaling(ComposedCalibrator):
     """``selective``: ``S(u / T1)`` where a selector says that the prediction is wrong, u elsewhere (Wang et al. 2023).
 
-    u are the log-probabilities of the ``base`` calibrator, ``log S(z)`` without one. The selector is a small network
-    that sees u at a voxel: linear C -> C, started at the identity, C -> 2C, 2C -> C, C -> 2, with batch norm and ReLU,
-    trained to tell wrong from correct on a stratified sample, both weighing the same. T1 is at least 1, so no
-    confidence is raised. Translation invariance, order and labels are kept where the base keeps them.
+    u are the log-probabilities of the ``base`` calibrator, or ``log S(z)`` without one. The selector is a small network
+    that sees u at a voxel: linear maps C -> C (initially the identity), C -> 2C, 2C -> C, C -> 2, with batch norm and
+    ReLU. It is trained on a stratified sample to tell wrong from correct predictions, both with the same total weight.
+    T1 is at least 1, so no confidence rises. Translation invariance, order and labels are kept if the base keeps them.
 
     Args:
-        base: A calibrator, or its id, that comes first and is fitted along; None for the network's own scores.
-        rule: How T1 is chosen, on validation cases. ``"nll"``: it and the selector's threshold have the least NLL.
-            ``"paper"``: the threshold is that of the balanced training, and T1 follows from the share of mispredictions
-            that are found: 1e10 above 0.5, 2 below 0.35, in between geometric interpolation.
+        base: A calibrator, or its id, that is fitted and applied first; None for the network's own scores.
+        rule: How T1 is chosen on validation cases. ``"nll"``: T1 and the selector's threshold minimise the NLL.
+            ``"paper"``: the threshold is 0, and T1 depends on the share of mispredictions that are found: 1e10 above
+            0.5, 2 below 0.35, and geometric interpolation in between.
 
     ``detection`` says how well the selector does on validation cases; ``fit_report.notes`` repeats it.
 
-    The sample has 100,000 voxels whatever ``voxels`` is, for they train a selector this small, and as many to validate
-    on; ``voxels="all"`` makes the fit of the base exact. The NLL before and after is always that of all voxels.
+    The selector is trained on 100,000 voxels, and validated on as many, whatever ``voxels`` is; ``voxels="all"`` makes
+    the fit of the base exact. The NLL before and after is always that of all voxels.
 
     Examples:
         >>> import segcal
@@ -73,8 +75,7 @@ class SelectiveScaling(ComposedCalibrator):
 
     def __init__(self, base: Base = None, rule: Rule = "nll") -> None:
         super().__init__(base)
-        if rule not in ("nll", "paper"):
-            raise InputError(f"rule is {rule!r}", expected="'nll' or 'paper'")
+        check_name("rule", rule, ("nll", "paper"))
         self.rule = rule
         if self.base is not None:
             for name in ("translation_invariant", "preserves", "spatial"):
@@ -83,26 +84,26 @@ class SelectiveScaling(ComposedCalibrator):
         self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.float64))
 
     def allocate(self, num_classes: int) -> None:
-        """A selector, and what the base needs."""
+        """Create the selector, and prepare the base."""
         for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
             self.register_buffer(f"weight{index}", torch.zeros(outputs, inputs, device=self.beta.device))
             self.register_buffer(f"bias{index}", torch.zeros(outputs, device=self.beta.device))
         super().allocate(num_classes)
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """Of the selector, T1 and the counts, and those of the base."""
+        """The shapes of the selector, T1, the counts and the base."""
         own: dict[str, tuple[int, ...]] = {"beta": (), "counts": (2, 2)}
         for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
             own |= {f"weight{index}": (outputs, inputs), f"bias{index}": (outputs,)}
         return own | super().shapes(num_classes)
 
     def limits(self) -> dict[str, Limits]:
-        """T1 raises no confidence."""
+        """T1 is at least 1."""
         return {"beta": Limits(1 / _LARGE_T, 1.0), "counts": COUNT}
 
     @property
     def temperature(self) -> float:
-        """T1."""
+        """The temperature T1."""
         return 1 / float(self.beta)
 
     def _summary(self) -> str:
@@ -114,7 +115,7 @@ class SelectiveScaling(ComposedCalibrator):
         return Detection.of(self.counts)
 
     def suspicion(self, log_probs: Tensor) -> Tensor:
-        """Positive where the selector takes the prediction for wrong: ``(N, C, *spatial)`` to ``(N, *spatial)``."""
+        """Positive where the selector says that the prediction is wrong: ``(N, C, *spatial)`` to ``(N, *spatial)``."""
         hidden = _selector_input(log_probs).movedim(1, -1)
         *first, last = self._layers()
         for weight, bias in first:
@@ -123,7 +124,7 @@ class SelectiveScaling(ComposedCalibrator):
         return wrong - correct
 
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Weight and bias of every linear map, batch norm included."""
+        """Weight and bias of every linear map, which include batch norm."""
         return [(self.get_buffer(f"weight{index}"), self.get_buffer(f"bias{index}")) for index in range(_LAYERS)]
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class SelectiveScaling(ComposedCalibrator):
         return torch.where(suspected, scores * self.beta.to(scores), scores)
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        # The base sees the case, images and members included.
+        # A spatial base needs the whole case, with its image and members.
         if self.base is None or not self.base.spatial:
             yield from super()._pieces(case)
             return
@@ -161,18 +162,11 @@ class SelectiveScaling(ComposedCalibrator):
             epochs = len(training.history) - 1
             notes += [f"selector of epoch {training.best} of {epochs} kept; {self.detection}", *self._degenerate()]
         after = self._measure(data, before.nll, choice, notes)
-        return Fitted(
-            nll_before=before.nll,
-            nll_after=after,
-            converged=choice.converged,
-            certificate=choice.certificate,
-            iterations=0 if training is None else training.iterations,
-            voxels_used=samples.voxels,
-            notes=notes,
-        )
+        steps = 0 if training is None else training.iterations
+        return Fitted(before.nll, after, choice.converged, choice.certificate, steps, samples.voxels, notes)
 
     def _degenerate(self) -> list[str]:
-        """What there is to say of a selector that does not select."""
+        """A note if the selector flags most correct predictions."""
         (kept, false), _ = self.counts.tolist()
         if not false > kept:
             return []
@@ -180,7 +174,7 @@ class SelectiveScaling(ComposedCalibrator):
         return [f"the selector takes {share:.0%} of the correct predictions for wrong: T1 is nearly that of ts{hint}"]
 
     def _train(self, sample: VoxelSample, held_out: VoxelSample, seed: int) -> Training:
-        """Train a selector, and keep it with batch norm folded into the linear maps."""
+        """Train a selector, and store it with batch norm folded into the linear maps."""
         own, other = _Selection.of(sample), _Selection.of(held_out)
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
@@ -191,7 +185,7 @@ class SelectiveScaling(ComposedCalibrator):
 
         def batches(generator: torch.Generator) -> Iterator[Tensor]:
             order = torch.randperm(len(sample), generator=generator)
-            # Batches of equal size: a last one of a single voxel would have no variance to norm by.
+            # Batches of equal size: a last one of a single voxel would have no variance for batch norm.
             return iter(order.tensor_split(max(1, min(_STEPS, len(sample) // _SMALLEST_BATCH))))
 
         training = adam(
@@ -212,19 +206,19 @@ class SelectiveScaling(ComposedCalibrator):
         return training
 
     def _choose(self, held_out: VoxelSample) -> _Choice:
-        """Set T1 and, with the rule of the NLL, where suspicion begins; what the NLL rule would choose."""
+        """Set T1 and, by the NLL rule, the threshold; returns what the NLL rule would choose."""
         suspicion = self.suspicion(held_out.logits.log_softmax(1))
         wrong = held_out.logits.argmax(1) != held_out.labels
-        choice = _least_nll(held_out, suspicion, begins=None if self.rule == "nll" else 0.0)
+        choice = _least_nll(held_out, suspicion, fixed=None if self.rule == "nll" else 0.0)
         _, bias = self._layers()[-1]
-        bias[0] += choice.begins
-        self.counts = detection_counts(wrong, suspicion > choice.begins, held_out.weights)
+        bias[0] += choice.threshold
+        self.counts = detection_counts(wrong, suspicion > choice.threshold, held_out.weights)
         paper = self.rule == "paper" and bool(wrong.any())
         self.beta.fill_(1 / paper_temperature(self.detection.recall) if paper else choice.beta)
         return choice
 
     def _measure(self, data: FitData, before: float, choice: _Choice, notes: list[str]) -> float:
-        """The NLL of the fit data; T1 gives way where it would be worse than before."""
+        """The NLL of the fit data; T1 is replaced if that would be worse than before."""
         after = mean_loss(data.cases, self).nll
         for beta in (choice.beta, 1.0):
             if after <= before or float(self.beta) == beta:
@@ -236,7 +230,7 @@ class SelectiveScaling(ComposedCalibrator):
 
 
 def paper_temperature(recall: float) -> float:
-    """T1 by the share of mispredictions that are found (Wang et al. 2023, supplement, with the gap between filled).
+    """T1 by the share of mispredictions that are found (Wang et al. 2023, supplement; interpolated in between).
 
     Examples:
         >>> paper_temperature(0.2), round(paper_temperature(0.425)), paper_temperature(0.8)
@@ -247,7 +241,7 @@ def paper_temperature(recall: float) -> float:
 
 
 class _Selection(NamedTuple):
-    """What a selector learns from: inputs ``(n, C)``, 1 where wrong ``(n,)``, and weights, equal in sum for both."""
+    """Training data: inputs ``(n, C)``, 1 for wrong predictions ``(n,)``, weights with the same sum for both kinds."""
 
     inputs: Tensor
     wrong: Tensor
@@ -267,7 +261,7 @@ class _Selection(NamedTuple):
 
 
 def _sizes(num_classes: int) -> tuple[tuple[int, int], ...]:
-    c = num_classes  # as many pairs as _LAYERS
+    c = num_classes  # _LAYERS pairs
     return (c, c), (c, 2 * c), (2 * c, c), (c, 2)
 
 
@@ -289,7 +283,7 @@ def _network(num_classes: int) -> nn.Sequential:
 
 
 def _folded(network: nn.Sequential) -> Iterator[tuple[Tensor, Tensor]]:
-    """The linear maps of a trained network, with the batch norm that follows each made part of it."""
+    """The linear maps of a trained network, each with the batch norm that follows it folded in."""
     layers = [layer for layer in network if not isinstance(layer, nn.ReLU)]
     for layer, norm in zip(layers, [*layers[1:], None], strict=True):
         if not isinstance(layer, nn.Linear):
@@ -304,7 +298,7 @@ def _folded(network: nn.Sequential) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _one_sided(sample: VoxelSample) -> str | None:
-    """What the sample lacks, in words."""
+    """The kind of prediction that the sample lacks, if any."""
     wrong = sample.logits.argmax(1) != sample.labels
     if not bool(wrong.any()):
         return "misprediction"
@@ -312,20 +306,20 @@ def _one_sided(sample: VoxelSample) -> str | None:
 
 
 class _Choice(NamedTuple):
-    """Where suspicion begins, the 1 / T1 that is best for what lies beyond, and by how much it lowers the mean NLL."""
+    """A threshold of the suspicion, the best 1 / T1 above it, and by how much this lowers the mean NLL."""
 
-    begins: float
+    threshold: float
     beta: float
     gain: float
     converged: bool
     certificate: float
 
 
-def _least_nll(sample: VoxelSample, suspicion: Tensor, begins: float | None) -> _Choice:
-    """The choice of least NLL: T1 exactly, as that is convex, where suspicion begins among some of its quantiles."""
+def _least_nll(sample: VoxelSample, suspicion: Tensor, fixed: float | None) -> _Choice:
+    """The choice of least NLL: T1 is exact, as the NLL is convex in 1 / T1; thresholds are quantiles."""
     everything = SampleNLL.of(sample)
     shares = torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype)
-    thresholds = [begins] if begins is not None else suspicion.quantile(shares).tolist()
+    thresholds = [fixed] if fixed is not None else suspicion.quantile(shares).tolist()
     choices = []
     for threshold in thresholds:
         function = everything.where(suspicion > threshold)

@@ -1,4 +1,4 @@
-"""Temperature scaling, to the exact optimum, in a handful of passes."""
+"""Temperature scaling, fitted to the exact optimum in a few passes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from segcal.solvers import Solution, newton_1d
 
 __all__ = ["TemperatureScaling"]
 
-# Voxels of the sample that gives the start: its optimum is within about 1/200 of that of everything.
+# Voxels of the sample that gives the starting point: its optimum is within about 0.5 % of that of all voxels.
 SAMPLE_VOXELS = 40_000
-# Slope of the mean NLL by beta at which the passes end, if the Newton step from there is below so small a share of beta
-# that it can be taken without another pass: it leaves about 1e-8, which is all that the kernel's float32 can tell.
-TOLERANCE, _SMALL_STEP = 1e-4, 0.01
-# The slope where the curvature is so low that steps are long even then.
+# The passes end at this slope of the mean NLL by beta.
+TOLERANCE = 1e-4
+# A last Newton step below this share of beta needs no further pass: its error is about 1e-8, the kernel's precision.
+_SMALL_STEP = 0.01
+# The slope to reach if the curvature is so low that the last step would be longer.
 _FLAT_TOLERANCE = 1e-9
 
 
 class TemperatureScaling(Calibrator):
-    """``ts``: ``S(z / T)``, one temperature T for all (Guo et al. 2017). Translation invariant, keeps the order.
+    """``ts``: ``S(z / T)``, one temperature T for all voxels (Guo et al. 2017). Translation invariant, keeps the order.
 
-    The NLL is convex in beta = 1/T: Newton's method on a sample gives the start, and two passes over everything mostly
-    finish. At the optimum NLL and entropy are equal (Ding et al. 2021, Theorem 4).
+    The NLL is convex in beta = 1/T. Newton's method on a sample gives the starting point, and then two passes over all
+    voxels are usually enough. At the optimum NLL and entropy are equal (Ding et al. 2021, Theorem 4).
 
     Examples:
         >>> import segcal
@@ -55,7 +56,7 @@ class TemperatureScaling(Calibrator):
 
     @property
     def temperature(self) -> float:
-        """T."""
+        """The temperature T."""
         return 1 / float(self.beta)
 
     def _summary(self) -> str:
@@ -66,38 +67,33 @@ class TemperatureScaling(Calibrator):
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """One."""
+        """The temperature."""
         return ParameterCount(1, 1)
 
     def limits(self) -> dict[str, Limits]:
-        """Those of the fit."""
+        """The bounds of the fit."""
         return {"beta": BETA}
 
     def _scores(self, logits: Tensor) -> Tensor:
-        # The difference to the maximum is exact; a product of large logits would round away small margins.
+        # The difference from the maximum is exact; scaling large logits directly would round small margins away.
         return (logits - logits.amax(1, keepdim=True)) * self.beta.to(logits)
 
-    def _fast(self, kernels: Any, logits: Tensor) -> Tensor | None:
-        if not self._affine().suits(logits):
-            return None
-        log_probs: Tensor = kernels.apply_temperature(logits, float(self.beta))
-        return log_probs
+    def _fast(self, kernels: Any, logits: Tensor) -> Any:
+        return kernels.apply_temperature(logits, float(self.beta)) if self._affine().suits(logits) else None
 
     def _fit(self, data: FitData) -> Fitted:
         identity, logits, labels = _first_pass(data.cases, data.seed)
         start = 1.0
         if len(labels):
-            sample = newton_1d(
-                lambda beta: temperature_sums(logits, labels, beta).by_beta(beta),
-                start=1.0,
-                bounds=(LOWEST, HIGHEST),
-                tolerance=TOLERANCE,
-            )
-            start = sample.value
+
+            def on_sample(beta: float) -> tuple[float, float, float]:
+                return temperature_sums(logits, labels, beta).by_beta(beta)
+
+            start = newton_1d(on_sample, 1.0, (LOWEST, HIGHEST), tolerance=TOLERANCE).value
         return self.refine(data.cases, start, identity.nll / identity.count, identity.count)
 
     def refine(self, cases: CaseSet, start: float, nll_before: float, voxels: int) -> Fitted:
-        """Set 1 / temperature to the optimum on all cases, from a start that is near."""
+        """Set 1 / temperature to the optimum of all cases, from a starting point near it."""
         known: dict[float, tuple[float, float, float]] = {}
 
         def whole(beta: float) -> tuple[float, float, float]:
@@ -105,7 +101,7 @@ class TemperatureScaling(Calibrator):
             return known[beta]
 
         def minimum(start: float, tolerance: float) -> tuple[Solution[float], float, float]:
-            found = newton_1d(whole, start=start, bounds=(LOWEST, HIGHEST), tolerance=tolerance)
+            found = newton_1d(whole, start, (LOWEST, HIGHEST), tolerance=tolerance)
             return found, *known[found.value][1:]
 
         solution, slope, curvature = minimum(start, TOLERANCE)
@@ -120,20 +116,13 @@ class TemperatureScaling(Calibrator):
         self.beta.fill_(beta)
         notes = []
         if solution.active:
-            notes.append(f"1/T = {beta:g} is at its bound: the data ask for a one-hot or uniform map")
-        return Fitted(
-            nll_before=nll_before,
-            nll_after=after,
-            converged=solution.converged,
-            certificate=solution.certificate,
-            iterations=solution.evaluations,
-            voxels_used=voxels,
-            notes=notes,
-        )
+            notes.append(f"1/T = {beta:g} is at its bound: the best map of these data is one-hot or uniform")
+        outcome = solution.converged, solution.certificate, solution.evaluations
+        return Fitted(nll_before, after, *outcome, voxels, notes)
 
 
 def _pass(cases: CaseSet, beta: float) -> TemperatureSums:
-    """Sums over everything."""
+    """The sums of all voxels."""
     total = TemperatureSums()
     for case in cases:
         for chunk in case.chunks():
@@ -143,7 +132,7 @@ def _pass(cases: CaseSet, beta: float) -> TemperatureSums:
 
 
 def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:
-    """Sums at the identity, which also check the data, and a random sample: ``logits (n, C)``, ``labels (n,)``."""
+    """The sums at T = 1, which also checks the data, and a random sample: ``logits (n, C)``, ``labels (n,)``."""
     random, total = np.random.default_rng(seed), TemperatureSums()
     share = SAMPLE_VOXELS / len(cases)
     logits, labels = [torch.zeros(0, cases.num_classes)], [torch.zeros(0, dtype=torch.int64)]
