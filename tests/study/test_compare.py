@@ -216,7 +216,7 @@ def test_no_two_repeats_are_the_same_split():
     found = split_cases(three, 9, (0.5, 0.2, 0.3), seed=0)
     parts = [tuple(part.ids for part in split) for split in found.splits]
     assert 3 <= len(set(parts)) == len(parts) <= 6  # Three groups in three parts: there are no more.
-    assert found.warnings == [f"{len(parts)} repeats instead of 9: these cases give no more splits that differ."]
+    assert found.warnings == [f"{len(parts)} repeats instead of 9: these cases give no more different splits."]
     assert found.origin == f"{len(parts)} random splits"
     declared = {"calibration": three.ids[:1], "validation": three.ids[1:3], "test": three.ids[3:]}
     document = compare(replace(three, splits=declared), ("ts",), 4, **QUICK).document

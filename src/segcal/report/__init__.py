@@ -1,7 +1,7 @@
-"""A study as one page that a person can read: ``results.json`` in, a self-contained ``index.html`` out. Needs no torch.
+"""The report of a study: ``results.json`` in, a self-contained ``index.html`` out. Needs no torch.
 
-The page is a template, a style sheet and scripts in ``assets/``, with the study embedded as JSON. It loads nothing, so
-it opens from disk, from a mail or from a server alike.
+The page is a template, a style sheet and scripts from ``assets/``, with the study embedded as JSON. It loads nothing,
+so it opens from disk, from an e-mail or from a server.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["write_report"]
 def write_report(folder: str | Path) -> Path:
     """Write ``index.html`` and ``figures/`` beside the ``results.json`` of a study; returns the path of the page.
 
-    Figures need the extra ``plots``; without it the page says so and is complete otherwise. Pictures of cases
-    (``browser/*.png``) are embedded as far as the page stays small enough to open anywhere.
+    Figures need the extra ``plots``; without it, the page says so and is otherwise complete. Pictures of cases
+    (``browser/*.png``) are embedded as long as the page stays small enough to open anywhere.
 
     Args:
-        folder: What ``segcal.compare`` wrote.
+        folder: The output folder of ``segcal.compare``.
 
     Examples:
         >>> import tempfile

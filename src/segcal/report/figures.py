@@ -24,9 +24,9 @@ _QUALITY = ("dsc", "miou", "accuracy")
 
 
 def write_figures(study: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
-    """Draw every figure the study has numbers for: their names, and a remark where they could not be drawn."""
+    """Draw every figure the study has numbers for. Returns their names, and a note if they could not be drawn."""
     try:
-        # segcal.plots works on torch's statistics; the page itself must not need it.
+        # segcal.plots needs torch, and the page must not.
         from segcal.plots import style
 
         drawn = list(_figures(study))
@@ -40,13 +40,12 @@ def write_figures(study: Mapping[str, Any], folder: Path) -> tuple[list[str], li
 
 def _figures(study: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     after = _after(study)
-    summary = {(row["method"], row["region"], row["metric"]): row for row in study["summary"]}
     regions = list(dict.fromkeys(row["region"] for row in study["summary"]))
     yield from _reliability(study, after, regions)
     if not regions:
         return
     region = "everything" if "everything" in regions else regions[0]
-    rows = {(method, metric): row for (method, where, metric), row in summary.items() if where == region}
+    rows = {(row["method"], row["metric"]): row for row in study["summary"] if row["region"] == region}
     names = {metric["id"]: metric["name"] for metric in study["metrics"]}
     shown = [metric for metric in _INTERVAL_METRICS if any(metric == found for _, found in rows)]
     if shown:
@@ -81,7 +80,7 @@ def _reliability(study: Mapping[str, Any], after: str, regions: Sequence[str]) -
         own, before = found.get((after, region, channel)), found.get((_BASELINE, region, channel))
         if own is not None and before is not None:
             title = ", ".join(part for part in (_names(study)[after], channel, region) if part)
-            # Regions may be named by the user; files must not leave the folder.
+            # Users name regions, and file names must stay inside the folder.
             safe = re.sub(r"[^\w-]+", "-", region) + (f"-channel-{index}" if channel else "")
             yield f"reliability-{safe}", reliability_diagram(own, before=before, title=title)
 
@@ -103,10 +102,8 @@ def _methods(
     from segcal.plots import style
 
     first = next(iter(shown))
-    keys = sorted(
-        {method for method, metric in rows if metric == first and not math.isnan(number(rows[method, first]["mean"]))},
-        key=lambda key: number(rows[key, first]["mean"]),
-    )
+    means = {method: number(row["mean"]) for (method, metric), row in rows.items() if metric == first}
+    keys = sorted((key for key, mean in means.items() if not math.isnan(mean)), key=means.__getitem__)
     names = _names(study)
     canvas = style.canvas(None, 2.2 + 2.1 * len(shown), 0.9 + 0.26 * len(keys))
     grid = canvas.subplots(1, len(shown), sharey=True, squeeze=False)[0]
@@ -135,7 +132,7 @@ def _tradeoff(rows: Mapping[tuple[str, str], Mapping[str, Any]], quality: str, n
     ax = canvas.subplots()
     for index, (key, colour) in enumerate(zip(keys, class_colours(len(keys)), strict=True)):
         x, y = (number(rows[key, metric]["mean"]) for metric in ("ece", quality))
-        # Methods that keep every label lie side by side: names beside the marks would cover each other.
+        # Methods that keep every label are close together: names next to the marks would overlap.
         size = 8 if key == after else 5.5
         ax.plot([x], [y], "osD^v"[index % 5], color=colour, markersize=size, linestyle="none", label=key, zorder=3)
     ax.grid(color=style.IGNORED, linewidth=0.8, zorder=0)

@@ -11,13 +11,13 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-# In this order: later scripts use what earlier ones define.
+# The order matters: later scripts use what earlier ones define.
 _SCRIPTS = (
     "dom", "format", "model", "charts", "lines", "headline", "methods", "matrix", "channels", "reliability", "bands",
     "tradeoff", "paired", "browser", "diagnosis", "statistics", "robustness", "definitions", "main",
 )  # fmt: skip
 
-# What could end the script element or start a comment in it. All that is not ASCII is escaped by json itself.
+# Characters that could end the script element or start a comment in it. json itself escapes all that is not ASCII.
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 
 
@@ -33,13 +33,13 @@ def page(data: Mapping[str, Any], *, title: str) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": escape(title.encode(errors="replace").decode()),
-        # The browser itself holds the page to what it promises: it loads nothing and runs this script alone.
+        # The browser enforces that the page loads nothing and runs only this script.
         "policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:",
         "style": _asset("style.css"),
         "data": embedded(data),
         "script": script,
     }
-    # One pass, so that text of the study which looks like a placeholder is left alone.
+    # A single pass, so that placeholders in the text of the study are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
 
 

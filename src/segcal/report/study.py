@@ -1,4 +1,4 @@
-"""Reading and checking what ``segcal.compare`` wrote."""
+"""Read and check the results of ``segcal.compare``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAPPINGS = ("about", "diagnosis", "recommendation")
 
 
 def read_study(path: Path) -> dict[str, Any]:
-    """The document in ``path``, with the parts that a report cannot do without checked.
+    """The document in ``path``; the parts that a report needs are checked.
 
     Examples:
         >>> import tempfile

@@ -11,14 +11,14 @@ from segcal.cases.caseset import Split
 from segcal.cases.splits import in_no_part
 from segcal.errors import InputError
 
-#: Random splits of a study, where the dataset declares none.
+#: Number of random splits if the dataset declares none.
 REPEATS = 3
-# Draws in a row that may give splits which are there already, before there are taken to be no others.
+# After this many draws in a row without a new split, there are assumed to be no more.
 _TRIES = 100
 
 
 class Splits(NamedTuple):
-    """The splits of a study, where they come from in words, and what else the user should know."""
+    """The splits of a study, where they come from in words, and warnings."""
 
     splits: list[Split]
     origin: str
@@ -26,11 +26,11 @@ class Splits(NamedTuple):
 
 
 def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, float, float], seed: int) -> Splits:
-    """The split of every repeat, no two of them alike. Groups stay together.
+    """The split of every repeat, all different. Groups stay together.
 
-    Declared test cases are only ever tested on: one repeat uses the parts as declared, and several draw calibration
-    and validation parts anew from the cases declared for these two. ``repeats`` is by default 1 where splits are
-    declared, else 3.
+    Declared test cases are never used for anything else. One repeat uses the parts as declared; several redraw the
+    calibration and validation parts from the cases declared for these two. By default, ``repeats`` is 1 if splits are
+    declared, and 3 otherwise.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -49,7 +49,7 @@ def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, flo
         splits = _different(_redrawn(cases, fractions, seed), wanted)
         origin = f"the declared test part, {len(splits)} random splits of the others"
     if len(splits) < wanted:
-        warnings.append(f"{len(splits)} repeats instead of {wanted}: these cases give no more splits that differ.")
+        warnings.append(f"{len(splits)} repeats instead of {wanted}: these cases give no more different splits.")
     for split in splits:
         for name, part in zip(Split._fields, split, strict=True):
             if not len(part):
@@ -63,7 +63,7 @@ def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, flo
 
 
 def counted_once(parts: Sequence[CaseSet]) -> list[tuple[str, ...]]:
-    """The cases of every part whose voxels are counted there: each case in one part, spread evenly over the parts.
+    """The cases whose voxels are counted in each part: every case in one part, spread evenly over the parts.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -73,7 +73,7 @@ def counted_once(parts: Sequence[CaseSet]) -> list[tuple[str, ...]]:
     """
     found: list[list[str]] = [[] for _ in parts]
     names = [set(part.ids) for part in parts]
-    # Cases that few parts have come first: the others then make up for it.
+    # Cases that are in few parts come first; the others then balance the parts.
     where = {name: [r for r, own in enumerate(names) if name in own] for name in sorted(set().union(*names))}
     for name in sorted(where, key=lambda name: len(where[name])):
         found[min(where[name], key=lambda r: len(found[r]))].append(name)
@@ -81,7 +81,7 @@ def counted_once(parts: Sequence[CaseSet]) -> list[tuple[str, ...]]:
 
 
 def _different(drawn: Iterator[Split], wanted: int) -> list[Split]:
-    """The first splits of which no two are the same."""
+    """The first ``wanted`` different splits, or all there are."""
     found: dict[tuple[frozenset[str], ...], Split] = {}
     tries = 0
     for split in drawn:
@@ -106,7 +106,7 @@ def _declared(cases: CaseSet, fractions: Sequence[float], seed: int, warnings: l
 
 
 def _redrawn(cases: CaseSet, fractions: Sequence[float], seed: int) -> Iterator[Split]:
-    """The declared test part; the declared others at random, in parts as large as declared."""
+    """The declared test part, and random calibration and validation parts of the declared sizes."""
     declared = cases.split()
     sizes = (len(declared.calibration), len(declared.validation), 0)
     others = {*declared.calibration.ids, *declared.validation.ids}
@@ -117,7 +117,7 @@ def _redrawn(cases: CaseSet, fractions: Sequence[float], seed: int) -> Iterator[
 
 
 def _held_out(cases: CaseSet, fractions: Sequence[float], seed: int) -> Split:
-    """Cases to fit to and cases to choose on, in the proportion of these shares."""
+    """Calibration and validation parts, in the proportion of their shares."""
     fit, choose, _ = fractions
     share = choose / (fit + choose)
     return cases.split(1 - share, share, 0.0, seed=seed)

@@ -1,4 +1,4 @@
-"""What a metric is, for readers: its name, which way is better, its formula in words, who proposed it."""
+"""What a report says about a metric: its name, which direction is better, its definition, its citation."""
 
 from __future__ import annotations
 

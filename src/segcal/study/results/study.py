@@ -52,7 +52,7 @@ class Study:
         return rows
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The document as JSON; also written to ``path`` where one is given."""
+        """The document as JSON; also written to ``path`` if given."""
         text = json.dumps(plain(self.document), indent=1, allow_nan=False, ensure_ascii=False)
         if path is not None:
             _write(path, text)
@@ -76,7 +76,7 @@ class Study:
         _write(path, csv_text(self.document))
 
     def to_latex(self, path: str | Path) -> None:
-        """The summary as LaTeX tables, one for each region (package ``booktabs``); the best of a column is bold."""
+        """The summary as LaTeX tables (package ``booktabs``), one for each region; the best of a column is bold."""
         _write(path, latex_text(self.document))
 
 

@@ -64,22 +64,13 @@ def corrupted_sets(cases: CaseSet, model: Model | None, settings: Settings) -> l
         raise InputError("shift with pooling", expected="one of them: a model gives one prediction, not an ensemble's")
     # A model has no fingerprint, so its predictions get a new one each time: nothing is reused from an earlier run.
     once, multilabel = uuid.uuid4().hex, cases.channel_names is not None
-    return [
-        ShiftedSet(
-            f"photometric {severity}",
-            replace(
-                cases,
-                refs=tuple(
-                    CaseRef(ref.id, partial(_open, ref, model, severity, settings.seed, multilabel))
-                    for ref in cases.refs
-                ),
-                num_members=None,
-            ),
-            dict.fromkeys(cases.ids, f"{once} {severity}"),
-            modelled=True,
-        )
-        for severity in SEVERITIES
-    ]
+    found = []
+    for severity in SEVERITIES:
+        opens = {ref.id: partial(_open, ref, model, severity, settings.seed, multilabel) for ref in cases.refs}
+        corrupted = replace(cases, refs=tuple(CaseRef(*item) for item in opens.items()), num_members=None)
+        known = dict.fromkeys(cases.ids, f"{once} {severity}")
+        found.append(ShiftedSet(f"photometric {severity}", corrupted, known, modelled=True))
+    return found
 
 
 def _open(ref: CaseRef, model: Model, severity: Severity, seed: int, multilabel: bool) -> Case:
