@@ -102,17 +102,10 @@ class Run:
 
     def task(self, id: str, variant: str | None, repeat: int, calibration: CaseSet | None = None) -> FitTask:
         """The fit of a calibrator in a repeat, to its calibration part or to fewer cases."""
-        split = self.splits[repeat]
-        return FitTask.make(
-            self.known,
-            variant,
-            method=id,
-            calibration=calibration or split.calibration,
-            validation=split.validation,
-            tune=self.settings.tune,
-            select=self.settings.select,
-            seed=self.settings.seed + repeat,
-        )
+        split, settings = self.splits[repeat], self.settings
+        parts = {"calibration": calibration or split.calibration, "validation": split.validation}
+        how = {"tune": settings.tune, "select": settings.select, "seed": settings.seed + repeat}
+        return FitTask.make(self.known, variant, method=id, **parts, **how)
 
     @cached_property
     def tasks(self) -> dict[tuple[str, int], FitTask]:
@@ -257,17 +250,11 @@ class Run:
         """A method with the strengths tuned in the first repeat, fitted to all cases that repeat does not test on."""
         tuned, split = self.calibrator(key), self.splits[0]
         seen = {*split.calibration.ids, *split.validation.ids}
-        task = FitTask.make(
-            self.known,
-            self.variant(key),
-            method=self.methods[key].id,
-            calibration=self.cases.select([case for case in self.cases.ids if case in seen]),
-            validation=None,
-            tune="none",
-            select=self.settings.select,
-            seed=self.settings.seed,
-            arguments=[own.arguments() for own in tuned.per_channel or (tuned,)],
-        )
+        parts = {"calibration": self.cases.select([i for i in self.cases.ids if i in seen]), "validation": None}
+        how = {"tune": "none", "select": self.settings.select, "seed": self.settings.seed}
+        arguments = [own.arguments() for own in tuned.per_channel or (tuned,)]
+        id = self.methods[key].id
+        task = FitTask.make(self.known, self.variant(key), method=id, **parts, **how, arguments=arguments)
         self.meter.next(f"fitting {key} to all calibration and validation cases")
         with self._one_share():
             run_fits([task], self.store, 1, lambda task: None)
