@@ -1,7 +1,7 @@
 """Canonical logits, pooling of ensemble members, free energy, and the multi-label view.
 
 Shapes are ``(N, C, *spatial)`` throughout. Probabilities become ``log(clamp(p, tiny))``, which are logits up to a
-constant per voxel; logits keep their constant, because some calibrators see it and the user should be told.
+constant per voxel. Logits keep their offset, because some calibrators depend on it and the user should know.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from segcal.types import Kind
 
 KINDS: tuple[Kind, ...] = ("logits", "probs")
 
-#: A class this many nats below the best of its voxel counts as impossible, exactly as one at -inf does. No softmax can
-#: tell the two apart (the least positive float64 is exp(-745)), and masks are written so: -1e4, -65504, -1e9, -1e30.
+#: A class this many nats below the best of its voxel counts as impossible, exactly as one at -inf. No softmax can tell
+#: them apart (the smallest positive float64 is exp(-745)), and masks are written as -1e4, -65504, -1e9 or -1e30.
 DEPTH = 1e3
-#: Maps that see the gauge see no more of it than this, so that all finite logits give finite scores, and those of a
-#: voxel leave the digits of its neighbours alone.
-GAUGE = 1e4
+#: The largest logit offset that maps see: all finite logits then give finite scores, and no voxel with a huge offset
+#: costs its neighbours precision.
+OFFSET_LIMIT = 1e4
 
 
 def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, first_row: int = 0) -> Tensor:
     """Logits of the declared scores in float32 (float64 stays), checked: no NaN, no +inf, probabilities sum to 1.
 
     With ``multilabel`` the K channels are sigmoid scores and come back as K two-class problems ``(N*K, 2, *spatial)``.
-    ``first_row`` says where in its case a part begins, so that errors name the right voxel.
+    ``first_row`` is the row of the case at which these scores begin, so that errors name the right voxel.
 
     Examples:
         >>> canonical_logits(torch.tensor([[0.25, 0.75]]), "probs").exp()
         tensor([[0.2500, 0.7500]])
     """
     if kind not in KINDS:
-        raise InputError(f"kind is {kind!r}", expected="'logits' or 'probs'", fix="say which one the scores are")
+        raise InputError(
+            f"kind is {kind!r}", expected="'logits' or 'probs'", fix="declare which of the two the scores are"
+        )
     if scores.ndim < 2:
         raise InputError(f"scores have shape {tuple(scores.shape)}", expected="(N, C, *spatial)")
     if not scores.is_floating_point():
@@ -76,10 +78,10 @@ def multilabel_view(scores: Tensor, kind: Kind) -> Tensor:
 
 
 class Pool:
-    """The running pool of ensemble members, which are added one by one and need not be kept.
+    """The running pool of ensemble members, which are added one by one and need not be kept in memory.
 
     ``logits``: mean of the logits. ``probs``: log of the mean of the softmaxes, by log-sum-exp. Sums in float64; the
-    result has the members' dtype. A single model is no ensemble: its logits stay as they are, gauge included.
+    result has the members' dtype. The logits of a single member stay as they are, with their offset.
     """
 
     def __init__(self, space: Kind) -> None:
@@ -140,8 +142,8 @@ def pool(members: Iterable[Tensor], space: Kind) -> Tensor:
 def keep_argmax(scores: Tensor, winner: Tensor) -> Tensor:
     """Scores ``(N, C, *spatial)`` whose argmax is ``winner (N, *spatial)``, bit for bit.
 
-    For scores that went through a monotone map or a smaller type: rounding can make a tie of what was none, and a tie
-    goes to the first index. Whatever reaches the winner's value is put to the next smaller number, the rest stays.
+    For scores that went through a monotone map or a smaller type: rounding can create a tie, and a tie goes to the
+    first index. Scores that reach the winner's value become the next smaller number; the others stay.
 
     Examples:
         >>> keep_argmax(torch.tensor([[-1.0, -1.0, -9.0]]), torch.tensor([1])).argmax(1)
@@ -171,7 +173,7 @@ def keep_order(scores: Tensor, logits: Tensor) -> Tensor:
 def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits in a smaller type with the argmax of every voxel unchanged.
 
-    Values the type cannot hold are an error, never an infinity.
+    Values that the type cannot represent are an error, never an infinity.
 
     Examples:
         >>> z = torch.tensor([[1.0, 1.0001]])
@@ -192,7 +194,7 @@ def round_keeping_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """``log S(z)``, ``(N, C, *spatial)``, that keeps the order exactly and 1 - p of the winner to its last digit."""
+    """``log S(z)``, ``(N, C, *spatial)``, that keeps the order exactly and 1 - p of the winner precisely."""
     best, winner = logits.max(1, keepdim=True)
     gap = logits - best
     others = gap.exp().scatter(1, winner, 0.0).sum(1, keepdim=True)
@@ -216,7 +218,7 @@ def only_possible(logits: Tensor) -> Tensor:
 
 
 def some_impossible(logits: Tensor) -> bool:
-    """Whether a voxel of logits ``(N, C, *spatial)`` has a class ``DEPTH`` below its best; mostly one read tells."""
+    """Whether a voxel of logits ``(N, C, *spatial)`` has a class ``DEPTH`` below its best; usually from one read."""
     if not logits.numel():
         return False
     lowest, highest = torch.aminmax(logits)
@@ -248,7 +250,7 @@ def without_softmax(best: float, place: str) -> InputError:
 
 
 def free_energy(logits: Tensor) -> Tensor:
-    """``logsumexp(z)`` per voxel: the part of the logits that the softmax does not see (the gauge).
+    """``logsumexp(z)`` per voxel: the offset of the logits, which the softmax does not see.
 
     Sign as in Kirscher et al., so that ``log S(z) = z - free_energy(z)``. ``(N, C, *spatial)`` to ``(N, *spatial)``.
 
@@ -264,7 +266,7 @@ def _log(probabilities: Tensor) -> Tensor:
 
 
 def _first(bad: Tensor, first_row: int) -> str:
-    """The first offending voxel of an ``(N, *spatial)`` mask, in words; (N,) has no space, so N counts instead."""
+    """The first offending voxel of an ``(N, *spatial)`` mask, in words; without spatial axes, its index in N."""
     item, *space = bad.nonzero()[0].tolist()
     if space:
         space[0] += first_row
@@ -272,7 +274,7 @@ def _first(bad: Tensor, first_row: int) -> str:
 
 
 def _check_logits(logits: Tensor, first_row: int) -> None:
-    # The maximum over classes carries NaN and +inf along, and is -inf only where every class is impossible.
+    # The maximum over classes propagates NaN and +inf, and is -inf only where every class is impossible.
     best = logits.amax(1)
     for bad in (torch.isnan(best), ~torch.isfinite(best)):
         if bool(bad.any()):

@@ -1,7 +1,7 @@
-"""What one pass over voxels leaves behind: additive statistics from which every metric is a small reduction.
+"""The additive statistics of one pass over voxels; every metric is a small reduction of them.
 
-Voxels fall into *atoms*: all voxels that lie in exactly the same regions. Every voxel is in one atom, so it is counted
-once however many regions there are, and a region (or an intersection of regions) is a sum of atoms.
+Voxels fall into *atoms*: an atom holds all voxels that lie in exactly the same regions. Every voxel is in one atom and
+is counted once, however many regions there are; a region (or an intersection of regions) is a sum of atoms.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from segcal.kernels.tally import Total
 EVERYTHING = "everything"
 TACE_THRESHOLD = 1e-3  # of Nixon et al. 2019
 _FORMAT, _VERSION = "segcal.VoxelStatistics", 1
-_MAX_REGIONS = 16  # so that a table of all combinations is small
+_MAX_REGIONS = 16  # keeps the table of all combinations small
 
 
 class Layout(NamedTuple):
-    """The order of atoms and the origin of energies: statistics with the same layout add up tensor by tensor."""
+    """The order of atoms and the origin of energies. Statistics with the same layout add up tensor by tensor."""
 
     atoms: tuple[int, ...]
     energy_shift: float
@@ -37,10 +37,10 @@ class Layout(NamedTuple):
 class VoxelStatistics:
     """Additive, mergeable statistics of scores against labels: whole = sum of parts, over chunks, cases, machines.
 
-    Sums are float64 and counts int64. Kept are, per region: the confusion matrix; sums of NLL, Brier score and entropy
-    by predicted class; histograms of the confidence for right and wrong predictions (4096 equal-width bins and every
-    requested number of bins, exact), also per predicted class; histograms of every class probability with how often
-    the class was the label; flips against the uncalibrated argmax; moments of the free energy; boundary distances.
+    Sums are float64 and counts int64. For each region there are: the confusion matrix; sums of NLL, Brier score and
+    entropy by predicted class; histograms of the confidence of right and wrong predictions (4096 equal-width bins and
+    every requested number of bins, exact), also per predicted class; histograms of every class probability, and how
+    often the class was the label; flips against the uncalibrated argmax; moments of the free energy; distances.
     Bins are ``(lo, hi]``, 0 in the first and 1 in the last.
 
     Memory: 8 (C^2 + 7 C M + 4 T) bytes for each way in which regions overlap, with C classes, M about 300 and T about
@@ -48,14 +48,14 @@ class VoxelStatistics:
 
     Args:
         num_classes: C, at least 2.
-        bins: Numbers of equal-width bins that metrics may ask for; divisors of 4096 (of these: top-label metrics
-            alone) and of the given ones come for free.
-        regions: Names of the regions ``update`` is told of; ``everything`` is always there.
-        classwise: False leaves the per-class histograms out, which is faster; ``sce``, ``cece``, ``ace-adaptive`` and
-            ``tace`` then have nothing to work on.
-        background: The class that ``volume-dice`` leaves out, and ``dsc`` and ``miou`` if told to; None for none.
-        threshold: Class probabilities up to this are what ``tace`` leaves out, unless it is told another threshold.
-        thresholds: Those others. The lowest class-probability bin ends at the lowest of all.
+        bins: The values of ``num_bins`` that metrics can use; their divisors, and for top-label metrics those of 4096,
+            come for free.
+        regions: Names of the regions that ``update`` gets; ``everything`` is always there.
+        classwise: False leaves the per-class histograms out, which is faster, but ``sce``, ``cece``, ``ace-adaptive``
+            and ``tace`` need them.
+        background: The class that ``volume-dice`` leaves out, and ``dsc`` and ``miou`` on request; None for none.
+        threshold: ``tace`` leaves class probabilities up to this out, unless it is given another threshold.
+        thresholds: Other thresholds that ``tace`` may be given. The lowest class-probability bin ends at the lowest.
         backend: ``auto``, ``reference`` or ``numba``; see ``segcal.kernels.tally``.
         threads: Threads of the numba kernel; None means as many as torch uses.
 
@@ -131,10 +131,10 @@ class VoxelStatistics:
             regions: ``{name: (N, *spatial) bool}`` for exactly the regions given at construction; voxels may be in
                 several. Or an integer tensor ``(N, *spatial)`` of indices into them, negative for none.
             distance: Distance to the nearest label boundary ``(N, *spatial)``, which ``ba-ece`` needs.
-            score_map: A calibrator's affine map, applied on the way without materialising its output, which are
-                log-probabilities: their free energy is 0.
+            score_map: A calibrator's affine map, applied within the pass. Its output are log-probabilities, whose free
+                energy is 0.
             uncalibrated: The argmax before calibration ``(N, *spatial)``, to count flips when ``logits`` are calibrated
-                already; with ``score_map`` it is known anyhow.
+                already; with ``score_map`` it is known.
 
         Examples:
             >>> stats = VoxelStatistics(2, regions=("left",))
@@ -159,7 +159,7 @@ class VoxelStatistics:
         return self
 
     def merge(self, other: VoxelStatistics) -> VoxelStatistics:
-        """Add what ``other`` has seen. Both must have been made with the same arguments.
+        """Add the voxels of ``other``, which must have been made with the same arguments.
 
         Examples:
             >>> a, b = (VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, y])) for y in (0, 255))
@@ -186,7 +186,7 @@ class VoxelStatistics:
     def total(self, region: str | Sequence[str] = EVERYTHING) -> Total:
         """The arrays of one region, or of the intersection of several, without the leading axis of atoms.
 
-        Energies are about ``energy_shift``. Arrays are added up when first asked for: let go of the result before these
+        Energies are relative to ``energy_shift``. Arrays are added up on first use: do not keep the result while these
         statistics change.
         """
         names = (region,) if isinstance(region, str) else tuple(region)
@@ -208,7 +208,7 @@ class VoxelStatistics:
 
     @property
     def energy_shift(self) -> float:
-        """What the energies of ``total`` are relative to."""
+        """The value that the energies of ``total`` are relative to."""
         return self._layout.energy_shift
 
     @property
@@ -223,7 +223,10 @@ class VoxelStatistics:
         """
         atoms = tuple(dict.fromkeys(atom for layout in layouts for atom in layout.atoms))
         if missing := set(self._layout.atoms) - set(atoms):
-            raise InputError(f"atoms {sorted(missing)} are missing from the layouts", expected="all of mine")
+            raise InputError(
+                f"atoms {sorted(missing)} are missing from the layouts",
+                expected="the union of the layouts of all statistics that are added up",
+            )
         mine, layout = self._tally, self._layout
         self._layout, self._tally = Layout(atoms, layouts[0].energy_shift), self._zeros(len(atoms))
         self._add(mine, layout)
@@ -263,7 +266,7 @@ class VoxelStatistics:
         stats._layout = Layout(tuple(state["atoms"]), float(state["energy_shift"]))
         stats._tally = Tally(**{name: _unpacked(packed) for name, packed in state["arrays"].items()})
         if [a.shape for a in stats._tally] != [a.shape for a in stats._zeros(len(stats._layout.atoms))]:
-            raise InputError("arrays do not have the shapes that the arguments ask for", expected="a whole to_dict()")
+            raise InputError("the arrays do not have the shapes of the arguments", expected="a complete to_dict()")
         return stats
 
     def __repr__(self) -> str:
@@ -306,7 +309,7 @@ class VoxelStatistics:
             mine[where] = mine[where] + theirs
 
     def _region_masks(self, labels: Tensor, regions: Mapping[str, Tensor] | Tensor | None) -> list[Tensor]:
-        """One bool mask a region, in the order of their names."""
+        """One bool mask per region, in the order of construction."""
         if isinstance(regions, Tensor):
             _check_like("regions", regions, labels, "integers")
             if bool((regions >= len(self.regions)).any()):

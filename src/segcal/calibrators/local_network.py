@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segcal.errors import InputError
-from segcal.scores import GAUGE
+from segcal.scores import OFFSET_LIMIT
 
 Neighbourhood = Literal["plane", "volume"]
 Inputs = Literal["logits", "log-probs"]
@@ -169,7 +169,7 @@ def network_inputs(logits: Tensor, inputs: Inputs) -> Tensor:
     best = logits.amax(1, keepdim=True)
     if inputs == "logits":
         level = best.masked_fill(~torch.isfinite(best), torch.nan)
-        return torch.maximum(logits, level - FLOOR).clamp(-GAUGE, GAUGE)
+        return torch.maximum(logits, level - FLOOR).clamp(-OFFSET_LIMIT, OFFSET_LIMIT)
     return (logits - best).log_softmax(1).clamp(min=-FLOOR)
 
 

@@ -1,4 +1,4 @@
-"""Voxels by region: the atom that each lies in, and boundary distances by atom. Plain torch, whatever the kernel."""
+"""The atom of each voxel, and boundary distances by atom. Plain torch for all kernels."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """The CPU twin of ``segcal.kernels.reference``: numba, compiled once and cached on disk.
 
-Logits lie class by class, so a voxel's classes are far apart in memory. The kernel takes blocks of 1024 voxels, which
-stay in the core's cache, through one step after the other, each a loop over voxels with unit stride that the compiler
-turns into vector instructions: maximum, exp, sums over classes, log. Only binning is scalar, and it looks at no
-probability of the lowest bin (most of them): those are summed by vector instructions and counted by difference.
+Logits are stored class by class, so a voxel's classes are far apart in memory. The kernel takes blocks of 1024 voxels,
+which stay in the core's cache, through one step after the other: maximum, exp, sums over classes, log. Each step is a
+loop over voxels with unit stride that the compiler turns into vector instructions. Only binning is scalar, and it skips
+the lowest bin, which has most probabilities: those are summed by vector instructions and counted by difference.
 
 Precision: exp has a relative error below 1e-7 (a polynomial of degree 6 within 3.1e-9 of exp on [-ln 2 / 2, ln 2 / 2];
 the rest is float32 rounding, without bias beyond 1e-9; over all 1.1e9 float32 numbers in [-87, 0] the worst is 7.7e-8),
 log1p one below 2e-12. Per-class terms are float32, everything summed over voxels is float64. A confidence within about
-1e-7 of a bin edge may fall on the other side than in the reference; each such voxel changes an ECE by at most 2/n, and
-by nothing where the two bins err in the same direction.
+1e-7 of a bin edge may fall on the other side than in the reference. Each such voxel changes an ECE by at most 2/n, and
+not at all if both bins err in the same direction.
 
-Threads are plain Python threads running compiled code without the interpreter lock: unlike numba's own, they may be
-used from several threads and in forked workers. Work is dealt out in fixed turns, so the same call gives the same bits.
+Threads are plain Python threads that run compiled code without the interpreter lock: unlike numba's own, they can be
+used from several threads and in forked workers. Each takes a fixed share, so the same call gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU twin of ``segcal.kernels.experts``: the maps' parameters as the loops want them, and the sums that fit them.
+"""The CPU twin of ``segcal.kernels.experts``: the maps' parameters in the form of the loops, and sums for fitting.
 
 Every voxel is described by its margins ``m_k = z_winner - z_k >= 0``. Up to a constant per voxel, which no softmax
 sees, logits and log-probabilities are ``a - m`` with one common number a, so ``W x = -W m + a W 1``, and of the row
@@ -58,7 +58,7 @@ def pack(expert_map: ExpertMap, classes: int) -> loops.Experts:
 
 
 def sorting_pairs(length: int) -> NDArray[np.int64]:
-    """Places to compare and exchange in turn, which sort any numbers: Batcher's merge exchange (TAOCP 5.2.2 M).
+    """Pairs of places to compare and exchange in turn, to sort numbers: Batcher's merge exchange (TAOCP 5.2.2 M).
 
     Examples:
         >>> sorting_pairs(3).tolist()

@@ -20,13 +20,13 @@ from segcal.kernels.experts import IMPOSSIBLE
 from segcal.kernels.scratch import INDEX, new_block, zeros
 from segcal.kernels.softmax_loops import argmax
 from segcal.kernels.tiles import ROWS, TILE, exchange_rows, fetch, fetch_to_write, multiply_tall_tile, multiply_tile
-from segcal.scores import GAUGE
+from segcal.scores import OFFSET_LIMIT
 
 MARGINS, LOGITS, LOG_PROBS, GAPS = 0, 1, 2, 3
 
 _MIXED = 3  # with this many times the least number of tiles, ordering the voxels by expert is faster
 _SORTED = 128  # voxels sorted at a time: 19 rows of int64 take 19 kB
-_IMPOSSIBLE, _GAUGE = np.float32(IMPOSSIBLE), np.float32(GAUGE)
+_IMPOSSIBLE, _OFFSET_LIMIT = np.float32(IMPOSSIBLE), np.float32(OFFSET_LIMIT)
 _MAGNITUDE, _LOW = np.int32(0x7FFFFFFF), np.int64(0xFFFFFFFF)
 
 
@@ -90,10 +90,10 @@ def _margins(z, start, size, best, x):
 
 @elementwise
 def _common(features, best, size, margins, rest, target):
-    """The level that all features of a voxel share: the best logit, within ``GAUGE``, or the best log-probability."""
+    """The level that a voxel's features share: the best logit, within ``OFFSET_LIMIT``, or the best log-probability."""
     if features == LOGITS:
         for v in range(size):
-            target[v] = min(max(best[v], -_GAUGE), _GAUGE)
+            target[v] = min(max(best[v], -_OFFSET_LIMIT), _OFFSET_LIMIT)
         return
     for v in range(size):
         rest[v] = -ONE

@@ -18,9 +18,9 @@ their sign in any precision. One expert (``E = 1``) serves all voxels, ``E = C``
 An impossible class (at -inf, or ``segcal.scores.DEPTH`` below the winner) enters as ``IMPOSSIBLE`` below the winner, to
 keep matrices finite, stays impossible, and comes last in the order. So what a mask was written as does not matter.
 
-``logits`` maps see offsets of all logits only within ``segcal.scores.GAUGE``. For precision the multiple of ``STEP``
-nearest to the best logit is taken out of the logits and enters the scores through the row sums of ``W``, of which only
-the differences count: an offset of any size then costs no digits, and without one the map is plainly ``W z + b``.
+``logits`` maps see logit offsets only within ``segcal.scores.OFFSET_LIMIT``. For precision, the multiple of ``STEP``
+nearest to the best logit is subtracted from the logits and enters the scores through the row sums of ``W``, of which
+only the differences count: an offset of any size then costs no digits, and without one the map is just ``W z + b``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.scores import DEPTH, GAUGE
+from segcal.scores import DEPTH, OFFSET_LIMIT
 
 Features = Literal["logits", "own-logit", "log-probs", "margins", "gaps"]
 
@@ -70,7 +70,7 @@ class ExpertMap:
         return self.weight.shape[1] + (self.features == "gaps")
 
     def check_classes(self, num_classes: int) -> None:
-        """Raise unless this map is one of scores of so many classes."""
+        """Raise unless this map is for this number of classes."""
         if num_classes != self.num_classes:
             raise InputError(f"logits have {num_classes} classes", expected=f"{self.num_classes}, as the map has")
 
@@ -129,7 +129,7 @@ def describe(logits: Tensor, features: Features) -> Described:
     if features == "log-probs":
         return Described((-margins).log_softmax(1), winner, never)
     if features != "gaps":
-        level = best.clamp(-GAUGE, GAUGE)
+        level = best.clamp(-OFFSET_LIMIT, OFFSET_LIMIT)
         return Described(torch.where(never | (best != level), level - margins, logits), winner, never)
     falling, order = torch.sort(logits.masked_fill(never, -torch.inf), dim=1, descending=True, stable=True)
     above, below = falling[:, :-1], falling[:, 1:]
@@ -140,7 +140,7 @@ def describe(logits: Tensor, features: Features) -> Described:
 def _without_offset(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Logits ``(N, C, *spatial)`` less a multiple of ``STEP``, so that the best is small, and that multiple."""
     best = logits.amax(1, keepdim=True)
-    level = best.clamp(-GAUGE, GAUGE)
+    level = best.clamp(-OFFSET_LIMIT, OFFSET_LIMIT)
     offset = STEP * (level / STEP).round()
     return torch.where(best == level, logits, logits - best + level) - offset, offset
 

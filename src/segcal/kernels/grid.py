@@ -1,7 +1,7 @@
 """Bins on [0, 1]: ``(lo, hi]``, with 0 in the first and 1 in the last.
 
-One grid holds the edges of every equal-width binning that was asked for, so a voxel is looked up once and every
-coarser binning is an exact sum of the grid's bins.
+One grid holds the edges of every requested equal-width binning, so a voxel is looked up once and every coarser binning
+is an exact sum of the grid's bins.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from segcal.errors import InputError
 
 FINE_BINS = 4096
-# Nobody reads more bins than this off 4096 fine ones, and the memory of histograms grows with them.
+# More bins than fine ones make no sense, and the memory of histograms grows with them.
 MAX_BINS = 4096
-#: Bins of a ``FineHistogram``, equally wide in logit(p) between these limits; what is beyond is in the outer ones.
+#: Bins of a ``FineHistogram``, equally wide in logit(p) from -LIMIT to LIMIT; the outer bins also hold all beyond.
 LOGIT_BINS, LIMIT = 2**14, 30.0
 WIDTH = 2 * LIMIT / LOGIT_BINS
 
@@ -55,10 +55,10 @@ class BinGrid:
     def classwise(cls, bins: Iterable[int], thresholds: Iterable[float]) -> BinGrid:
         """About 300 bins: from 0 to the lowest edge asked for, then narrow near 0 and 1 and wider between.
 
-        Edges that may be asked for are the thresholds and those of each number of equal-width bins.
+        The thresholds and the edges of each number of equal-width bins can be asked for.
 
-        No bin but the first is wider than a sixteenth of its distance to the nearer end (nor need it be narrower than
-        1/4096): class probabilities crowd at both ends, and a grid this small stays in cache for every class at once.
+        Except for the first, a bin is at most as wide as a sixteenth of its distance to the nearer end, or 1/4096:
+        class probabilities crowd at both ends, and a grid this small stays in the cache for all classes.
         """
         ticks = [0]
         while ticks[-1] < FINE_BINS // 2:
@@ -85,7 +85,7 @@ class BinGrid:
         if not np.isin(edges, self.upper).all():
             raise InputError(
                 f"num_bins = {num_bins} cannot be derived from these statistics",
-                expected="a bin count they were told of",
+                expected="a number of bins that they were collected with",
                 fix=f"collect them with bins=(..., {num_bins})",
             )
         return np.searchsorted(edges, self.upper, side="left")

@@ -1,4 +1,4 @@
-"""CRaC's penalty on the CPU in one pass over labels and logits, where torch's operations take thirty."""
+"""CRaC's penalty on the CPU in one pass over labels and logits; torch's operations would take thirty."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ def add_phr_lines(z, codes, first, last, depth_radius, radius, multipliers, rho,
     """Add the scaled penalty of lines ``first..last`` to value and, unless that is empty, gradient.
 
     Lines are numbered through all images: ``z`` and ``gradient (B, C, D, H, W)``, ``value`` and ``codes (B, D, H, W)``.
-    Codes are labels in uint8; those of no class count nowhere. ``multipliers`` and ``rho (2, C)`` are for patches of
-    one label and for mixed ones.
+    Codes are labels in uint8; codes that are no class are not counted. ``multipliers`` and ``rho (2, C)`` are for
+    patches of one label and for mixed ones.
     """
     _, classes, depth, height, width = z.shape
-    column = np.zeros(width + 2 * radius, np.uint8)  # what lies beyond the border is 0
+    column = np.zeros(width + 2 * radius, np.uint8)  # 0 beyond the border
     counts, total, most = np.empty((classes, width), np.uint8), np.empty(width, np.uint8), np.empty(width, np.uint8)
     share, outer = np.empty(width, np.float32), np.empty(width, np.bool_)
     slopes = np.empty(width, np.float32)

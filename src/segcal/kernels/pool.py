@@ -1,4 +1,4 @@
-"""Threads for compiled loops, which run without the interpreter lock; ``cpu`` says why they are not numba's."""
+"""Threads for compiled loops, which run without the interpreter lock; ``cpu`` explains why they are not numba's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Threads are kept: waiting for a new one to start takes as long as a small image where the cores are busy.
+# Threads are kept: on busy cores, starting a new one takes as long as a small image.
 _POOLS: dict[int, ThreadPoolExecutor] = {}
 if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
     os.register_at_fork(after_in_child=_POOLS.clear)
@@ -22,6 +22,6 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def in_threads(work: Callable[[int], Result], count: int) -> list[Result]:
-    """What ``work(0)`` to ``work(count - 1)`` return, the first in this thread, the others at the same time."""
+    """Results of ``work(0)`` to ``work(count - 1)``, which run at the same time, the first in this thread."""
     others = [_pool(count - 1).submit(work, turn) for turn in range(1, count)]
     return [work(0), *(other.result() for other in others)]

@@ -1,4 +1,4 @@
-"""The definition of every statistic, in torch and float64, on any device. The fast kernels are held against it."""
+"""The definition of every statistic, in torch and float64, on any device. Tests compare the fast kernels with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segcal.kernels.grid import BinGrid
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import Voxels
 
-# Float64 numbers of one intermediate matrix (C, v): 4 MB, and about six of them live at a time.
+# Numbers in one intermediate float64 matrix (C, v): 4 MB, and there are about six at a time.
 _MATRIX_SIZE = 2**19
 
 
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 
 def tally(voxels: Voxels, threads: int) -> Tally:
-    """All statistics of one update; see ``segcal.kernels.tally``. Threads are torch's own business."""
+    """All statistics of one update; see ``segcal.kernels.tally``. ``threads`` is not used: torch has its own."""
     empty = Tally.zeros(voxels.num_slots, voxels.logits.shape[1], voxels.top_grid, voxels.class_grid)
     total = _Totals({name: torch.from_numpy(array).to(device_of(voxels)) for name, array in empty._asdict().items()})
     for batch in batches(voxels):
@@ -36,7 +36,7 @@ def tally(voxels: Voxels, threads: int) -> Tally:
 
 
 def device_of(voxels: Voxels) -> torch.device:
-    """Where the work is done: where the logits are, but on the CPU for MPS, which knows no float64."""
+    """The device to work on: that of the logits, but the CPU for MPS, which has no float64."""
     device = voxels.logits.device
     return torch.device("cpu") if device.type == "mps" else device
 
@@ -72,7 +72,7 @@ def _add(voxels: Voxels, batch: Batch, total: _Totals) -> None:
     winner = z.argmax(0)
     best = z.gather(0, winner[None])[0]
     gap = z - best
-    # The winner's own term is 1: left out of the sum, what remains keeps its precision however confident the voxel is.
+    # The winner's own term is 1. Without it the sum keeps its relative precision however confident the voxel is.
     others = gap.exp().scatter_(0, winner[None], 0.0).sum(0)
     log_sum = torch.log1p(others)
     p = (gap - log_sum).exp()
@@ -110,13 +110,13 @@ def _add(voxels: Voxels, batch: Batch, total: _Totals) -> None:
 
 
 def bins(grid: BinGrid, p: Tensor) -> Tensor:
-    """The bin ``(lo, hi]`` of each probability; rounding above 1 still means the last."""
+    """The bin ``(lo, hi]`` of each probability; one rounded to above 1 is in the last."""
     upper = torch.from_numpy(grid.upper).to(p.device)
     return torch.searchsorted(upper, p.contiguous()).clamp_(max=len(grid) - 1)
 
 
 class _Totals:
-    """Sums and counts by index, always added in the same order, so that the same data give the same bits."""
+    """Sums and counts by index, always added in the same order: the same data give the same bits."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -133,7 +133,7 @@ class _Totals:
         flat, values = _flat_index(self.tensors[name], index), values.reshape(-1)
         if total.device.type == "cpu":
             total.index_add_(0, flat, values)
-        else:  # here index_add_ would add in any order
+        else:  # here index_add_ has no fixed order
             total.index_put_((flat,), values, accumulate=True)
 
 

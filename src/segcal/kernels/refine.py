@@ -1,4 +1,4 @@
-"""Class-probability histograms in which some bins are split again: the second pass of exact equal-mass binnings."""
+"""Class-probability histograms with some bins split further: the second pass of exact equal-mass bins."""
 
 from __future__ import annotations
 

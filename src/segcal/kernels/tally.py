@@ -1,4 +1,4 @@
-"""What one pass over voxels leaves behind, as plain arrays: sums in float64, counts in int64.
+"""The result of one pass over voxels, as plain arrays: sums in float64, counts in int64.
 
 ``A`` is the number of slots (disjoint groups of voxels), ``C`` of classes, ``T`` and ``M`` of bins of the top-label
 and the classwise grid.
@@ -64,9 +64,9 @@ class Tally(NamedTuple):
 
 
 class Total:
-    """A tally summed over some of its slots: the same arrays without their leading axis, each when first asked for.
+    """A tally summed over some of its slots: the same arrays without their leading axis, each computed on first use.
 
-    Metrics look at one or two arrays, and those of a thousand classes take tens of megabytes.
+    Metrics need one or two of the arrays, and those of a thousand classes take tens of megabytes.
 
     Examples:
         >>> Total(Tally.zeros(2, 3, BinGrid.top_label(()), None), np.array([True, False])).confusion.shape

@@ -1,7 +1,7 @@
-"""What loops over arrays cannot say, in LLVM's words: products whose sums stay in registers, and reading ahead.
+"""Operations in LLVM's own terms that loops cannot express: products whose sums stay in registers, and prefetching.
 
-A product works on a tile of ``TILE`` voxels by ``ROWS`` rows. In a plain loop its sums would be read and written at
-every step, which takes four times as long. LLVM maps the vectors to what the processor has.
+A product works on a tile of ``TILE`` voxels by ``ROWS`` rows. A plain loop would read and write its sums at every step,
+which takes four times as long. LLVM maps the vectors to those of the processor.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -15,7 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-#: Voxels in a tile, and rows of a matrix that are worked on at once.
+#: Voxels in a tile (float32 numbers in a cache line), and rows of a matrix that are worked on at once.
 TILE, ROWS = 16, 4
 
 _FLOAT, _DOUBLE, _LANE, _INDEX = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
@@ -70,13 +70,13 @@ def _sum(builder: Any, vector: Any) -> Any:
 
 @_intrinsic
 def fetch(typing_context, x, row, column):
-    """Ask for the cache line of ``x[row, column]``, which is read soon. ``x`` is a C-contiguous matrix."""
+    """Prefetch the cache line of ``x[row, column]`` for reading. ``x`` is a C-contiguous matrix."""
     return types.void(x, types.intp, types.intp), _prefetch(writing=0)
 
 
 @_intrinsic
 def fetch_to_write(typing_context, x, row, column):
-    """Ask for the cache line of ``x[row, column]``, which is written soon. ``x`` is a C-contiguous matrix."""
+    """Prefetch the cache line of ``x[row, column]`` for writing. ``x`` is a C-contiguous matrix."""
     return types.void(x, types.intp, types.intp), _prefetch(writing=1)
 
 
@@ -94,7 +94,7 @@ def _prefetch(writing: int) -> Any:
 
 
 def _multiply(rows: int) -> Any:
-    """``u = weight x`` for so many rows of u from ``row`` and ``TILE`` columns from ``column``.
+    """``u = weight x`` for ``rows`` rows of u from ``row`` and ``TILE`` columns from ``column``.
 
     ``weight (K, J)``, ``x (J or more, B)`` and ``u (K, B)`` are float32. Row J - 1 of x holds ones and is not read.
     """

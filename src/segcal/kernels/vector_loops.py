@@ -18,9 +18,9 @@ from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwi
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.gradient_loops import slopes
 from segcal.kernels.softmax_loops import argmax
-from segcal.scores import GAUGE
+from segcal.scores import OFFSET_LIMIT
 
-_GAUGE = np.float32(GAUGE)
+_OFFSET_LIMIT = np.float32(OFFSET_LIMIT)
 
 
 class Vector(NamedTuple):
@@ -43,7 +43,7 @@ class Vector(NamedTuple):
 def _scores(x, start, size, best, vector, level, scores):
     """Scores of columns from ``start`` of ``x (C, V)``; impossible classes are at -inf. ``level (B,)`` is scratch."""
     for v in range(size):
-        level[v] = min(max(best[v], -_GAUGE), _GAUGE)
+        level[v] = min(max(best[v], -_OFFSET_LIMIT), _OFFSET_LIMIT)
     for k in range(x.shape[0]):
         row, target = x[k, start : start + size], scores[k]
         scale, tilt, bias = vector.scale[k], vector.tilt[k], vector.bias[k]
@@ -95,7 +95,7 @@ def gradient_range(x, start, stop, labels, valid, vector, b, nll, total):
         argmax(x, begin, size, b.best, b.winner)
         _scores(x, begin, size, b.best, vector, level, b.scores)
         for v in range(size):
-            level[v] -= b.best[v]  # 0 unless the best logit is beyond GAUGE
+            level[v] -= b.best[v]  # 0 unless the best logit is beyond OFFSET_LIMIT
         for v in range(size):
             target[v] = np.int32(labels[offset + v]) if every or valid[offset + v] else np.int32(0)
         argmax(b.scores, 0, size, b.best, b.winner)

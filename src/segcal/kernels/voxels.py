@@ -22,7 +22,7 @@ from segcal.scores import DEPTH, impossible_label, only_possible, some_impossibl
 
 PIECE_VOXELS = 2**15
 _ONE_BIN = BinGrid.from_edges(())
-# exp of minus this is nothing in float32.
+# exp(-100) is 0 in float32.
 _NOTHING = 100.0
 
 
@@ -66,7 +66,7 @@ class AffineMap:
         return deep or not some_impossible(logits)
 
     def check_classes(self, num_classes: int) -> None:
-        """Raise unless this map is one of scores of so many classes."""
+        """Raise unless this map is for this number of classes."""
         for name, part in (("weight", self.weight), ("bias", self.bias)):
             if part is not None and part.ndim and set(part.shape) != {num_classes}:
                 raise InputError(f"{name} has shape {tuple(part.shape)}", expected=f"{num_classes} classes")
@@ -85,7 +85,7 @@ class AffineMap:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where some voxels lie: images, then a window in the leading spatial axes, then columns of what is left, flat."""
+    """Where some voxels lie: images, a window in the leading spatial axes, and columns of the flattened rest."""
 
     images: int | slice
     window: tuple[slice, ...]
@@ -176,7 +176,7 @@ class Voxels:
         return z.masked_fill(best - z > DEPTH, -torch.inf), y, valid
 
     def bad_voxel(self, flat: int) -> InputError:
-        """The error for the voxel with this flat index, which has an impossible label or scores without softmax."""
+        """The error for the voxel with this flat index: its label is impossible or its scores have no softmax."""
         index = tuple(int(i) for i in np.unravel_index(flat, tuple(self.labels.shape)))
         place = index[1:] if len(index) > 1 and index[0] == 0 and self.labels.shape[0] == 1 else index
         label = int(self.labels[index])

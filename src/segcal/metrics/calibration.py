@@ -139,7 +139,7 @@ def mce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
 def ace(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:
     """Average calibration error: ``|acc_b - conf_b|`` averaged uniformly over the non-empty bins (Kirscher et al.).
 
-    ``count`` is the number of non-empty bins. With so few voxels in some bins it is best ``pooled`` over cases.
+    ``count`` is the number of non-empty bins. Bins of a single case can hold few voxels: better pool the cases.
 
     Examples:
         >>> import torch
@@ -177,7 +177,7 @@ def cece(
 ) -> Measure:
     """Classwise ECE: ``mean_c sum_b |B_cb| / n |freq_cb - conf_cb|`` over the probabilities of every class (Kull 2019).
 
-    B_cb are all voxels by their probability of class c, freq_cb how many of them carry the label c.
+    B_cb are all voxels by their probability of class c, freq_cb is the share of them with label c.
     ``reduction="sum"`` is the formula printed by Murugesan et al. 2023 (their code takes the mean).
 
     Examples:
@@ -195,7 +195,7 @@ def cece(
 
 
 def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
-    """ECE of the mispredicted voxels: their mean confidence, as none of them is right, whatever the bins (Wang 2023).
+    """ECE of the mispredicted voxels: their mean confidence, whatever the bins, as none is correct (Wang 2023).
 
     Examples:
         >>> import torch
@@ -224,9 +224,9 @@ def ece_right(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure
 def ba_ece(stats: VoxelStatistics, *, region: Region = EVERYTHING, bands: Sequence[str] = BANDS) -> Measure:
     """Boundary-aware ECE: ``sum_k w_k |acc_k - conf_k| / sum_k w_k`` over distance bands, ``w_k = 1 / (mean d_k + 1)``.
 
-    Zeevi et al. 2025, Kirscher et al. appendix C; d is the distance to the nearest label boundary. Empty bands are left
-    out, and so are bands without any finite distance; ``count`` is the number of bands left. The statistics must have
-    been given the bands as regions and ``distance``.
+    Zeevi et al. 2025, Kirscher et al. appendix C; d is the distance to the nearest label boundary. Empty bands and
+    bands without any finite distance are left out; ``count`` is the number of bands left. The statistics need the
+    bands as regions, and ``distance``.
 
     Examples:
         >>> import torch
@@ -255,7 +255,7 @@ def ba_ece(stats: VoxelStatistics, *, region: Region = EVERYTHING, bands: Sequen
 
 
 def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
-    """Smooth ECE of the top label (Blasiok & Nakkiran 2024): no bins, and a bandwidth chosen by the data.
+    """Smooth ECE of the top label (Blasiok & Nakkiran 2024): no bins, and a bandwidth that the data determine.
 
     ``smECE_s = int_0^1 |sum_i K_s(t, conf_i) (conf_i - right_i) / n| dt`` with the Gaussian kernel reflected at 0 and
     1; the value is the s with ``smECE_s = s``. From the histogram of 4096 bins: each confidence is moved by at most
@@ -271,7 +271,7 @@ def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     count = int(bins.count.sum())
     if not count:
         return Measure(math.nan, 0)
-    # A reflected Gaussian is a product in the cosine basis, as heat in an insulated rod.
+    # Convolution with a reflected Gaussian is a product in the cosine basis.
     spectrum = dct((bins.confidence - bins.correct) / count, norm="ortho")
     frequencies = np.pi * np.arange(FINE_BINS)
 
@@ -286,10 +286,10 @@ def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
 
 
 def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
-    """Standard deviation over voxels of the free energy ``F = logsumexp(z)``: how much gauge there is to remove.
+    """Standard deviation over voxels of the free energy ``F = logsumexp(z)``: how much logit offsets vary.
 
-    Kirscher et al., Table 3, report its mean over images: aggregate it ``per-image``. It belongs to the scores that are
-    evaluated: a calibrator's output are log-probabilities, so it is 0 through any calibrator, and of probabilities.
+    Kirscher et al., Table 3, report its mean over images. It is 0 for probabilities and for the output of any
+    calibrator, which are log-probabilities.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What is wrong, in words: over- or underconfident where, and whether the gauge puts some calibrators at risk."""
+"""A diagnosis in words: where a model is over- or underconfident, and whether logit offsets put calibrators at risk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segcal.statistics import VoxelStatistics
 BALANCED = 0.01
 # Mean free-energy spread per image, in nats. Kirscher et al. (Table 3) report 1.1 where enforcing invariance changed
 # little, 2.5 and 8.8 where calibrators that see the offset lost clearly.
-SOME_GAUGE, MUCH_GAUGE = 0.5, 2.0
+SOME_SPREAD, MUCH_SPREAD = 0.5, 2.0
 
 
 def verdict(balance: float) -> str:
@@ -30,16 +30,16 @@ def verdict(balance: float) -> str:
     return "balanced" if abs(balance) < BALANCED else "overconfident" if balance > 0 else "underconfident"
 
 
-def gauge_risk(spread: float) -> str:
+def offset_risk(spread: float) -> str:
     """Whether calibrators that are not translation invariant are at risk: ``none``, ``some``, ``high``, ``undefined``.
 
     Examples:
-        >>> gauge_risk(0.0), gauge_risk(1.1), gauge_risk(8.8)
+        >>> offset_risk(0.0), offset_risk(1.1), offset_risk(8.8)
         ('none', 'some', 'high')
     """
     if math.isnan(spread):
         return "undefined"
-    return "none" if spread < SOME_GAUGE else "some" if spread < MUCH_GAUGE else "high"
+    return "none" if spread < SOME_SPREAD else "some" if spread < MUCH_SPREAD else "high"
 
 
 def diagnose(
@@ -55,7 +55,7 @@ def diagnose(
         pooled: Statistics of all cases together.
         balances: NLL - entropy of every case.
         spreads: Standard deviation of the free energy of every case.
-        class_names: For the classes; they are the *predicted* ones, so that a calibrated model is balanced in each.
+        class_names: Names of the *predicted* classes, in each of which a calibrated model is balanced.
 
     Examples:
         >>> import torch
@@ -73,12 +73,12 @@ def diagnose(
         "images": {word: images.count(word) for word in ("overconfident", "underconfident", "balanced", "undefined")},
         "classes": {name: _finding(one) for name, one in zip(names, class_balances(pooled), strict=True)},
         "bands": {band: _finding(confidence_balance(pooled, region=band)) for band in BANDS if band in pooled.regions},
-        "gauge": {"free_energy_std": float(spread), "risk": gauge_risk(spread)},
+        "gauge": {"free_energy_std": float(spread), "risk": offset_risk(spread)},
     }
 
 
 def diagnose_channels(channels: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The findings of each channel of multi-label data, and what they come to: means over channels.
+    """The findings of each channel of multi-label data, and their means over channels.
 
     Over- and underconfident channels are called ``mixed``, not balanced. An image counts once for each channel.
 
@@ -97,7 +97,7 @@ def diagnose_channels(channels: Mapping[str, Mapping[str, Any]]) -> dict[str, An
         "images": {word: sum(own["images"][word] for own in channels.values()) for word in first["images"]},
         "classes": {},
         "bands": {band: _together([own["bands"][band] for own in channels.values()]) for band in first["bands"]},
-        # The two scores of a channel are 0 and its logit, or log-probabilities: there is no offset that could vary.
+        # The two scores of a channel are 0 and its logit, or log-probabilities: they have no offset.
         "gauge": {"free_energy_std": 0.0, "risk": "none"},
         "channels": dict(channels),
     }
@@ -115,7 +115,7 @@ def channels_in_words(diagnosis: Mapping[str, Any]) -> str:
 
 
 def verdicts_in_words(verdicts: Mapping[str, str]) -> str:
-    """Which are what.
+    """The names by verdict, in words.
 
     Examples:
         >>> verdicts_in_words({"a": "balanced", "b": "overconfident", "c": "balanced"})

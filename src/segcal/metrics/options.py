@@ -1,7 +1,6 @@
-"""Options of metrics, as users write them in brackets: ``ece[num_bins=50]``. Checked before any work.
+"""Options of metrics, as users write them in brackets: ``ece[num_bins=50]``. They are checked before any work.
 
-The options of a metric are the keyword arguments of its function that are numbers, switches or one of a few words; the
-annotations say which. Nothing else passes, so whatever is accepted reaches the function as what it is.
+The options of a metric are the keyword arguments of its function whose annotations are numbers, switches or words.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from segcal.metrics.measure import MetricSpec
 
 __all__ = ["check_options", "options_of"]
 
-# Smallest and largest value, and whether these are allowed themselves; by option, as no two metrics differ in that.
+# Smallest and largest value of each option, and whether these two are allowed; the same for all metrics.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "num_bins": (1, MAX_BINS, True),
     "threshold": (0, 1, False),
@@ -31,7 +30,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """What an option may be: one of some words, true or false, a number within bounds."""
+    """The values of an option: some words, true or false, or a number within bounds."""
 
     name: str
     words: tuple[str, ...]
@@ -39,7 +38,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """What users are told."""
+        """The possible values, in words."""
         found = [repr(word) for word in self.words]
         if self.number is bool:
             found.append("true or false")
@@ -53,7 +52,7 @@ class Option:
         return " or ".join(found)
 
     def value(self, given: object) -> Any:
-        """The value as the function wants it, from a value or its text; None where it is not one."""
+        """The value in the function's own type, from a value or its text; None if it is invalid."""
         if isinstance(given, str) and given in self.words:
             return given
         if self.number is bool:
@@ -91,7 +90,7 @@ def options_of(function: Callable[..., Any]) -> Mapping[str, Option]:
 
 
 def check_options(spec: MetricSpec, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a metric with their values as its function wants them, or an error that names what is wrong.
+    """The options of a metric with values in its function's own types; an error names what is wrong.
 
     Examples:
         >>> from segcal.metrics import METRICS

@@ -1,4 +1,4 @@
-"""Reliability data: how confident and how right, bin by bin. What reliability diagrams draw."""
+"""Reliability data, which reliability diagrams draw: confidence and accuracy, bin by bin."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def reliability(
     """Reliability of the top label; of the voxels predicted as one class; or of one class's probability.
 
     Args:
-        statistics: What was collected.
-        num_bins: Equal-width bins; one of the numbers the statistics were told of.
-        region: Where.
+        statistics: Of the voxels.
+        num_bins: Number of equal-width bins; one that the statistics were collected with.
+        region: One region, or several for their intersection.
         predicted: Only voxels whose prediction is this class.
         probability_of: Bin the probability of this class over all voxels instead of the top label's.
 

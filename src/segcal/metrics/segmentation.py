@@ -1,4 +1,4 @@
-"""Segmentation metrics from the confusion matrix, and flips: what calibration did to the labels.
+"""Segmentation metrics from the confusion matrix, and flips: labels that calibration changed.
 
 TP, FP, FN are the entries of one class's own confusion matrix. A class that occurs neither in the labels nor in the
 prediction is undefined: NaN, left out of means (``absent="one"`` counts it as 1 instead).

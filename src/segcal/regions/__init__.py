@@ -42,7 +42,7 @@ def boundary_distance(
 ) -> Tensor:
     """Exact Euclidean distance of every voxel to the nearest boundary voxel: ``(N, *spatial)`` float32.
 
-    By scipy, where the ``edt`` package is about three times faster: see ``benchmarks/results/surfaces.txt``.
+    It uses scipy; the ``edt`` package is about three times faster, see ``benchmarks/results/surfaces.txt``.
 
     Args:
         labels: Class indices ``(N, *spatial)``, on any device; the result is on the same. Without spatial axes there
@@ -63,7 +63,7 @@ def boundary_distance(
 def band_index(distance: Tensor, valid: Tensor) -> Tensor:
     """Distance band of every voxel: ``(N, *spatial)`` int8, 0..3 for [0, 3), [3, 7), [7, 15), [15, inf], -1 if invalid.
 
-    Kirscher et al., appendix C. Voxels of an image without boundary are infinitely far: in the last band.
+    Kirscher et al., appendix C. Voxels of an image without boundary are infinitely far away, so in the last band.
 
     Examples:
         >>> band_index(torch.tensor([[0.0, 2.9, 3.0, 15.0, torch.inf, 1.0]]), torch.tensor([[True] * 5 + [False]]))
@@ -84,8 +84,8 @@ def local_patches(
     """``count`` random windows of ``size`` voxels along every axis, inside the image, drawn uniformly.
 
     Ding et al., section 4: metrics are computed in each patch, then averaged (Local-Avg) and maximised (Local-Max).
-    Along an axis shorter than ``size`` every window spans the whole axis; an image no larger than the patch gives
-    ``count`` times itself, so that mean and maximum are those of the image. The same seed gives the same windows.
+    Along an axis shorter than ``size`` every window spans the whole axis. In an image no larger than a patch all
+    windows are the whole image, and so mean and maximum are those of the image. The same seed gives the same windows.
 
     Examples:
         >>> local_patches((100, 50), count=2, seed=1)
@@ -108,7 +108,7 @@ class CaseRegions:
         spacing: Voxel size per spatial axis; None means that all lengths are in voxels.
         ignore_index: The label that makes a voxel invalid.
         mask: ``(N, *spatial)`` bool, True where the voxel is valid.
-        background: The class that is no foreground; None where there is none.
+        background: The class that is not foreground; None if every class is.
         seed: Seed of the local patches, which are shared by the N images; give every case its own.
 
     Examples:
@@ -188,7 +188,7 @@ class CaseRegions:
 
 
 class Part(NamedTuple):
-    """A piece of a region: its window in the image and the ``(N, *window)`` bool mask of its voxels in there.
+    """A part of a region: a window of the image, and the ``(N, *window)`` bool mask of its voxels in that window.
 
     ``labels[(slice(None), *part.window)][part.mask]`` are its labels.
     """
@@ -246,5 +246,5 @@ _ALL_REGIONS = (
     Region("local", f"{PATCH_COUNT} random patches of {PATCH_SIZE} voxels a side: mean and maximum", _patches),
 )
 
-#: Region id to what it is. ``all``, ``boundary`` and ``local`` are Ding et al. (LTS, section 4), bands Kirscher et al.
+#: Region id to region. ``all``, ``boundary`` and ``local`` are Ding et al. (LTS, section 4), bands Kirscher et al.
 REGIONS: dict[str, Region] = {region.id: region for region in _ALL_REGIONS}
