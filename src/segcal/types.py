@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +26,8 @@ Kind = Literal["logits", "probs"]
 # Scores read at once: 64 MB of float32, enough to make overheads small, little enough for any machine.
 CHUNK_VALUES = 2**24
 
-_ROW_AXIS = {"logits": 2, "labels": 1, "mask": 1}
+_Read = Literal["logits", "labels", "mask"]
+_ROW_AXIS: dict[_Read, int] = {"logits": 2, "labels": 1, "mask": 1}
 
 
 class CaseSource(Protocol):
@@ -264,7 +266,7 @@ class Case:
         parts = (self.rows("logits", rows), self.rows("labels", rows), self.rows("mask", rows))
         return Chunk(rows, *parts, self.ignore_index)
 
-    def rows(self, name: Literal["logits", "labels", "mask"], rows: slice) -> Any:
+    def rows(self, name: _Read, rows: slice) -> Any:
         """Some rows of one tensor; the mask may be None."""
         if name not in self._read:
             return getattr(self.source, name)(rows)
@@ -289,18 +291,8 @@ class _Channel:
         self.id, self.batch, self.num_classes = source.id, 1, source.num_classes
         self.spatial, self.spacing, self.ignore_index = source.spatial, source.spacing, source.ignore_index
         self.sliceable, self.num_members, self.pooling = source.sliceable, case.members, case.pooling or "logits"
-
-    def logits(self, rows: slice) -> Tensor:
-        return self._rows("logits", rows)  # type: ignore[no-any-return]
-
-    def labels(self, rows: slice) -> Tensor:
-        return self._rows("labels", rows)  # type: ignore[no-any-return]
-
-    def mask(self, rows: slice) -> Tensor | None:
-        return self._rows("mask", rows)  # type: ignore[no-any-return]
-
-    def image(self, rows: slice) -> Tensor | None:
-        return self._case.source.image(rows)
+        self.logits, self.labels, self.mask = (partial(self._rows, name) for name in _ROW_AXIS)
+        self.image = source.image
 
     def posterior(self, rows: slice) -> Tensor | None:
         return self._own(self._case.source.posterior(rows))  # type: ignore[no-any-return]
@@ -311,7 +303,7 @@ class _Channel:
     def pooled(self, members: Sequence[int], space: Kind) -> CaseSource:
         return _Channel(self._case.pooled(space, members), self._index)
 
-    def _rows(self, name: Literal["logits", "labels", "mask"], rows: slice) -> Any:
+    def _rows(self, name: _Read, rows: slice) -> Any:
         if self._apart is None or self._case.has_read(name):
             return self._own(self._case.rows(name, rows))
         return getattr(self._apart, name)(rows)

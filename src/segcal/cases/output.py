@@ -18,7 +18,7 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
-from segcal.cases.formats import Array, ArraySink, Geometry, Index, create_array, open_array
+from segcal.cases.formats import Array, ArraySink, Geometry, create_array, open_array
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, file_name, file_state
 from segcal.files.folders import OwnFolder
@@ -139,16 +139,14 @@ class VerifiedSink:
         self._sink, self.parts = sink, list[list[list[int]]]()
         self.digest = hashlib.blake2b(digest_size=16)
 
-    def write(self, index: Index, block: Array) -> None:
-        """Store a part; ``index`` has one slice per axis."""
+    def write(self, rows: slice, block: Array) -> None:
+        """Store some rows, along the row axis of the array."""
         block = np.ascontiguousarray(block, self._sink.dtype)
-        bounds = [
-            [part.start or 0, size if part.stop is None else part.stop]
-            for part, size in zip(index, self._sink.shape, strict=True)
-        ]
+        bounds = [[0, size] for size in self._sink.shape]
+        bounds[self._sink.row_axis] = [rows.start, rows.stop]
         self.parts.append(bounds)
         self.digest.update(block.tobytes())
-        self._sink.write(index, block)
+        self._sink.write(tuple(slice(*bound) for bound in bounds), block)
 
 
 class ScoreWriter:
@@ -191,7 +189,7 @@ class ScoreWriter:
                     block = block.transpose(0, *reversed(range(1, block.ndim)))
                 if squeeze:
                     block = block[:, None]
-                sink.write((*(slice(None),) * axis, rows, *(slice(None),) * (len(shape) - axis - 1)), block)
+                sink.write(rows, block)
 
     def _copy_sidecars(self, source: DiskCase) -> None:
         folder = source.files.members[0].parent

@@ -108,7 +108,6 @@ def _write_scores(
 ) -> None:
     batch, classes, *spatial = case.shape
     shape = (batch if multilabel else classes, *spatial)
-    everything = slice(None)
     with output.array(f"logits/{name}", shape, dtype, case=case, row_axis=1, key="logits") as sink:
         for chunk in case.chunks():
             logits = chunk.logits
@@ -121,7 +120,7 @@ def _write_scores(
             report.nll_input += _nll(logits, chunk.labels, valid)
             report.nll_stored += _nll(stored, chunk.labels, valid)
             block = stored[:, 1] if multilabel else stored[0]
-            sink.write((everything, chunk.rows, *(everything,) * (len(spatial) - 1)), block.numpy())
+            sink.write(chunk.rows, block.numpy())
 
 
 def _nll(logits: Tensor, labels: Tensor, valid: Tensor) -> float:
@@ -182,8 +181,8 @@ def _write_whole(
 ) -> None:
     with output.array(relative, array.shape, dtype, case=case, row_axis=row_axis, key=key) as sink:
         for rows in row_slices((1, 1, *array.shape[row_axis:])):
-            index = (*(slice(None),) * row_axis, rows, *(slice(None),) * (array.ndim - row_axis - 1))
-            sink.write(index, array[index])
+            index = (*(slice(None),) * row_axis, rows)
+            sink.write(rows, array[index])
 
 
 def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], ignored: int) -> str:

@@ -90,9 +90,8 @@ def _counted_pieces(calibrator: Calibrator, case: Case, report: ApplyReport) -> 
 
 def _write_confidence(calibrator: Calibrator, case: Case, output: OutputFolder, path: str) -> None:
     batch, _, *spatial = case.shape
-    shape = (batch, *spatial) if batch > 1 else tuple(spatial)
-    with output.array(path, shape, "float32", case=case, row_axis=len(shape) - len(spatial)) as sink:
+    shape = (batch, *spatial) if batch > 1 else spatial
+    with output.array(path, shape, "float32", case=case, row_axis=int(batch > 1)) as sink:
         for rows, log_probs in score_pieces(case, calibrator):
             confidence = log_probs.amax(1).exp().numpy()
-            index = (rows, *(slice(None),) * (len(spatial) - 1))
-            sink.write((slice(None), *index) if batch > 1 else index, confidence if batch > 1 else confidence[0])
+            sink.write(rows, confidence if batch > 1 else confidence[0])

@@ -151,7 +151,7 @@ def write_maps(
                 shown = array[0] if len(array) == 1 else array
                 path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
                 with output.array(path, shown.shape, shown.dtype, case=case, row_axis=0, geometry=geometry) as sink:
-                    sink.write((slice(None),) * shown.ndim, shown)
+                    sink.write(slice(0, len(shown)), shown)
             del case  # Otherwise it would stay in memory while the next one is read.
 
 
