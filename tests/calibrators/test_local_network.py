@@ -196,7 +196,7 @@ def test_wrong_options_and_spaces_say_so():
         LocalTemperatureScaling(image_channels=-1)
     with pytest.raises(InputError, match="neighbourhood is 'line'; expected one of plane, volume"):
         LocalTemperatureScaling(neighbourhood="line")
-    with pytest.raises(InputError, match="'logits' or 'log-probs'"):
+    with pytest.raises(InputError, match="inputs is 'probs'; expected one of logits, log-probs"):
         ImageTemperatureScaling(inputs="probs")
     with pytest.raises(InputError, match="expected volumes"):
         untrained(LocalTemperatureScaling, 3, neighbourhood="volume")(torch.zeros(1, 3, 8, 8))
