@@ -16,7 +16,7 @@ from segcal.fitting.expert_sums import expert_map
 from segcal.fitting.first_pass import FirstPass, most_voxels
 from segcal.fitting.penalty import Strengths
 from segcal.fitting.sampling import VoxelSample
-from segcal.kernels import ExpertMap
+from segcal.kernels import ExpertMap, fast_maps
 from segcal.solvers import DampedNewton, Newton, SampledNewton, Solution
 from segcal.types import FloatArray
 
@@ -129,6 +129,8 @@ def _sample_nll(sample: VoxelSample, mapping: ExpertMap | None = None) -> float:
 
 
 def _losses(sample: VoxelSample, mapping: ExpertMap | None = None) -> FloatArray:
-    scores = sample.logits.double()
-    mapped = scores if mapping is None else mapping(scores)
-    return np.asarray(torch.nn.functional.cross_entropy(mapped, sample.labels, reduction="none").numpy())
+    scores = sample.logits
+    if mapping is not None:
+        kernels = fast_maps(scores)
+        scores = mapping(scores) if kernels is None else kernels.apply_experts(scores, mapping, keep=False)
+    return np.asarray(torch.nn.functional.cross_entropy(scores.double(), sample.labels, reduction="none").numpy())
