@@ -6,9 +6,7 @@ is counted once, however many regions there are; a region (or an intersection of
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +17,13 @@ from torch import Tensor
 from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
 from segcal.kernels.atoms import add_distances, atoms_of
+from segcal.kernels.checks import check_tensors, region_masks
 from segcal.kernels.tally import Total
 
 EVERYTHING = "everything"
 TACE_THRESHOLD = 1e-3  # of Nixon et al. 2019
 _FORMAT, _VERSION = "segcal.VoxelStatistics", 1
+_ARGUMENTS = ("num_classes", "bins", "regions", "classwise", "background", "threshold", "thresholds")
 _MAX_REGIONS = 16  # keeps the table of all combinations small
 
 
@@ -98,6 +98,7 @@ class VoxelStatistics:
         self.num_classes = num_classes
         self.bins = tuple(bins)
         self.regions = names
+        self.classwise = classwise
         self.background = background
         self.threshold = float(threshold)
         self.thresholds = tuple(float(value) for value in thresholds)
@@ -142,12 +143,14 @@ class VoxelStatistics:
             >>> stats.update(logits, labels, regions={"left": torch.tensor([[True, True, False, False]])}).count("left")
             2
         """
-        self._check(logits, labels, mask, distance, uncalibrated)
+        check_tensors(self.num_classes, logits, labels, mask, distance, uncalibrated)
         voxels = Voxels(
             logits=logits, labels=labels, top_grid=self.top_grid, class_grid=self.class_grid,
             ignore_index=ignore_index, mask=mask, uncalibrated=uncalibrated, score_map=score_map,
         )  # fmt: skip
-        masks = self._region_masks(labels, regions)
+        if isinstance(regions, Mapping):
+            regions = {name: inside for name, inside in regions.items() if name != EVERYTHING}
+        masks = region_masks(self.regions, labels, regions)
         atoms, slots = atoms_of(voxels, masks) if masks else ((0,), None)
         voxels = dataclasses.replace(voxels, slots=slots, num_slots=len(atoms))
         result, shift = tally(voxels, self.backend, self.threads)
@@ -244,14 +247,13 @@ class VoxelStatistics:
             >>> VoxelStatistics.from_dict(stats.to_dict()).to_dict() == stats.to_dict()
             True
         """
-        arrays = {name: _packed(array) for name, array in self._tally._asdict().items()}
         return {
             "format": _FORMAT,
             "version": _VERSION,
             "arguments": {name: list(v) if isinstance(v, tuple) else v for name, v in self._arguments().items()},
             "atoms": list(self._layout.atoms),
             "energy_shift": self._layout.energy_shift,
-            "arrays": arrays,
+            "arrays": self._tally.packed(),
         }
 
     @classmethod
@@ -264,7 +266,7 @@ class VoxelStatistics:
             )
         stats = cls(**state["arguments"])
         stats._layout = Layout(tuple(state["atoms"]), float(state["energy_shift"]))
-        stats._tally = Tally(**{name: _unpacked(packed) for name, packed in state["arrays"].items()})
+        stats._tally = Tally.unpacked(state["arrays"])
         if [a.shape for a in stats._tally] != [a.shape for a in stats._zeros(len(stats._layout.atoms))]:
             raise InputError("the arrays do not have the shapes of the arguments", expected="a complete to_dict()")
         return stats
@@ -274,15 +276,7 @@ class VoxelStatistics:
         return f"VoxelStatistics(num_classes={self.num_classes}, voxels={self.count()}{regions})"
 
     def _arguments(self) -> dict[str, Any]:
-        return {
-            "num_classes": self.num_classes,
-            "bins": self.bins,
-            "regions": self.regions,
-            "classwise": self.class_grid is not None,
-            "background": self.background,
-            "threshold": self.threshold,
-            "thresholds": self.thresholds,
-        }
+        return {name: getattr(self, name) for name in _ARGUMENTS}
 
     def _zeros(self, atoms: int) -> Tally:
         return Tally.zeros(atoms, self.num_classes, self.top_grid, self.class_grid)
@@ -307,65 +301,3 @@ class VoxelStatistics:
         where = np.array([self._layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
         for mine, theirs in zip(self._tally, other, strict=True):
             mine[where] = mine[where] + theirs
-
-    def _region_masks(self, labels: Tensor, regions: Mapping[str, Tensor] | Tensor | None) -> list[Tensor]:
-        """One bool mask per region, in the order of construction."""
-        if isinstance(regions, Tensor):
-            _check_like("regions", regions, labels, "integers")
-            if bool((regions >= len(self.regions)).any()):
-                raise InputError(f"region index {int(regions.max())}", expected=f"less than {len(self.regions)}")
-            return [regions == index for index in range(len(self.regions))]
-        given = {} if regions is None else {name: mask for name, mask in regions.items() if name != EVERYTHING}
-        if set(given) != set(self.regions):
-            raise InputError(
-                f"regions are {sorted(given)}", expected=f"{sorted(self.regions)}, as named at construction"
-            )
-        for name, mask in given.items():
-            _check_like(f"region {name!r}", mask, labels, "bool")
-        return [given[name] for name in self.regions]
-
-    def _check(
-        self, logits: Tensor, labels: Tensor, mask: Tensor | None, distance: Tensor | None, uncalibrated: Tensor | None
-    ) -> None:
-        if logits.ndim < 2 or not logits.is_floating_point():
-            raise InputError(
-                f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
-                expected="(N, C, *spatial), floating point",
-            )
-        if logits.shape[1] != self.num_classes:
-            raise InputError(f"logits have {logits.shape[1]} classes", expected=f"{self.num_classes}")
-        like = logits[:, 0]
-        _check_like("labels", labels, like, "integers")
-        for name, tensor, dtype in (
-            ("mask", mask, "bool"),
-            ("distance", distance, "floating point"),
-            ("uncalibrated", uncalibrated, "integers"),
-        ):
-            if tensor is not None:
-                _check_like(name, tensor, like, dtype)
-
-
-def _check_like(name: str, tensor: Tensor, like: Tensor, dtype: str) -> None:
-    kinds = {
-        "bool": tensor.dtype == torch.bool,
-        "floating point": tensor.is_floating_point(),
-        "integers": not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool,
-    }
-    if tensor.shape != like.shape or not kinds[dtype]:
-        raise InputError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}",
-            expected=f"shape {tuple(like.shape)}, {dtype}",
-            fix="scores are (N, C, *spatial), all else (N, *spatial)",
-        )
-
-
-def _packed(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    data = base64.b64encode(zlib.compress(little.tobytes(), 1)).decode("ascii")
-    return {"dtype": little.dtype.str, "shape": list(array.shape), "zlib": data}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    data = zlib.decompress(base64.b64decode(packed["zlib"]))
-    array: np.ndarray[Any, Any] = np.frombuffer(data, np.dtype(packed["dtype"])).reshape(packed["shape"])
-    return array.astype(array.dtype.newbyteorder("="))
