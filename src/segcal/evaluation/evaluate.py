@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
@@ -163,12 +164,11 @@ def _measure_share(
     for key in product(calibrators, range(len(cases.channel_names or ("",)))):
         pooled = plan.statistics(cases.num_classes)
         sums[key] = _Sums(pooled, pooled if counted is None else pooled.empty_like())
-
-    def measure(channel: int, case: Case, own: _Calibrators, threads: int) -> None:
-        for name, (rows, statistics) in measure_case(plan, case, own, threads).items():
-            sums[name, channel].add(case.id, rows, statistics, counted is None or case.id in counted)
-
-    _for_each_channel(cases, calibrators, progress, measure)
+    for channel, case, own in _channels(cases, calibrators, progress):
+        with _at(cases, case, channel) as threads:
+            for name, (rows, statistics) in measure_case(plan, case, own, threads).items():
+                sums[name, channel].add(case.id, rows, statistics, counted is None or case.id in counted)
+        del case  # Otherwise it would stay in memory while the next one is read.
     return sums
 
 
@@ -176,41 +176,38 @@ def _second_share(
     cases: CaseSet, plan: Plan, calibrators: _Calibrators, second: Mapping[_Key, SecondPasses], *, progress: Progress
 ) -> dict[_Key, SecondPasses]:
     found = {key: {number: one.empty_like() for number, one in passes.items()} for key, passes in second.items()}
-
-    def add(channel: int, case: Case, own: _Calibrators, threads: int) -> None:
-        add_case_again(plan, case, own, {name: found[name, channel] for name in own}, threads)
-
-    _for_each_channel(cases, calibrators, progress, add)
+    for channel, case, own in _channels(cases, calibrators, progress):
+        with _at(cases, case, channel) as threads:
+            add_case_again(plan, case, own, {name: found[name, channel] for name in own}, threads)
+        del case
     return found
 
 
-def _for_each_channel(
-    cases: CaseSet,
-    calibrators: _Calibrators,
-    progress: Progress,
-    use: Callable[[int, Case, _Calibrators, int], None],
-) -> None:
-    """Call ``use(channel, case, calibrators, threads)`` for every case or, of multi-label data, for each channel.
-
-    Torch uses one thread, for light work; ``threads`` are for heavy work. Errors name the case and the channel.
-    """
-    threads = torch.get_num_threads()
+def _channels(
+    cases: CaseSet, calibrators: _Calibrators, progress: Progress
+) -> Iterator[tuple[int, Case, _Calibrators]]:
+    """Every case and its calibrators or, in multi-label data, each of its channels and theirs."""
     for case in cases:
         progress(case.id)
-        where = None
-        try:
-            with torch_threads(1):
-                if cases.channel_names is None:
-                    use(0, case, calibrators, threads)
-                elif not case.source.sliceable:
-                    _ = case.logits  # Decoded once for all channels.
-                for k, name in enumerate(cases.channel_names or ()):
-                    where = f"channel '{name}'"
-                    own = {key: of_channel(calibrator, k) for key, calibrator in calibrators.items()}
-                    use(k, case.channel(k), own, threads)
-        except SegcalError as error:
-            raise error.at(case=case.id, where=where) from None
-        del case  # Otherwise it would stay in memory while the next one is read.
+        if cases.channel_names is None:
+            yield 0, case, calibrators
+        elif not case.source.sliceable:
+            _ = case.logits  # Decoded once for all channels.
+        for k in range(len(cases.channel_names or ())):
+            yield k, case.channel(k), {name: of_channel(calibrator, k) for name, calibrator in calibrators.items()}
+        del case
+
+
+@contextmanager
+def _at(cases: CaseSet, case: Case, channel: int) -> Iterator[int]:
+    """One torch thread for light work; gives the number for heavy work. Errors name the case and the channel."""
+    threads = torch.get_num_threads()
+    try:
+        with torch_threads(1):
+            yield threads
+    except SegcalError as error:
+        where = f"channel '{cases.channel_names[channel]}'" if cases.channel_names else None
+        raise error.at(case=case.id, where=where) from None
 
 
 def _results(plan: Plan, cases: CaseSet, sums: _Sums, second: SecondPasses) -> Results:
