@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+import segcal.calibrators.local_network as local_network
 from segcal.calibrators.base import Calibrator, ParameterCount
-from segcal.calibrators.local_network import (
-    GATES,
-    LEAVES,
-    SMALLEST_SCALE,
-    TAPS,
-    Inputs,
-    Neighbourhood,
-    TemperatureTree,
-    Window,
-    check_image,
-    check_space,
-    network_inputs,
-    temperature,
-    tree_shapes,
-)
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
 from segcal.calibrators.temperature import TemperatureScaling
@@ -81,7 +67,7 @@ class LocalTemperatureScaling(Calibrator):
     translation_invariant = False
     preserves = "order"
     spatial = True
-    inputs: Inputs = "logits"
+    inputs: local_network.Inputs = "logits"
     per_image: ClassVar[bool] = False
     beta: Tensor
 
@@ -89,7 +75,7 @@ class LocalTemperatureScaling(Calibrator):
     def __init__(
         self,
         image_channels: int = 0,
-        neighbourhood: Neighbourhood = "plane",
+        neighbourhood: local_network.Neighbourhood = "plane",
         epochs: int = 40,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
@@ -107,7 +93,7 @@ class LocalTemperatureScaling(Calibrator):
 
     def allocate(self, num_classes: int) -> None:
         """Create the network."""
-        self.network = TemperatureTree(
+        self.network = local_network.TemperatureTree(
             num_classes, image_channels=self.image_channels, neighbourhood=self.neighbourhood
         )
 
@@ -116,19 +102,19 @@ class LocalTemperatureScaling(Calibrator):
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the temperature and of the network."""
-        network = tree_shapes(num_classes, self.image_channels, self.neighbourhood)
+        network = local_network.tree_shapes(num_classes, self.image_channels, self.neighbourhood)
         return {"beta": (), **{f"network.{name}": shape for name, shape in network.items()}}
 
     def limits(self) -> dict[str, Limits]:
         """The bounds of ``ts``, and standard deviations above zero."""
-        deviation = Limits(SMALLEST_SCALE, torch.inf)
+        deviation = Limits(local_network.SMALLEST_SCALE, torch.inf)
         images = {"network.image_scale": deviation, "network.image_mean": Limits(-torch.inf, torch.inf)}
         return {"beta": BETA, "network.scale": deviation, **images}
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount:
         """``7 (25 C + 1)`` in the plane, without images."""
-        count = (LEAVES + GATES) * (num_classes * TAPS**2 + 1)
+        count = (local_network.LEAVES + local_network.GATES) * (num_classes * local_network.TAPS**2 + 1)
         return ParameterCount(count, count)
 
     # -- fitting -------------------------------------------------------------------------------------------------------
@@ -184,11 +170,11 @@ class LocalTemperatureScaling(Calibrator):
         """Rows of the logits and their temperatures, or all of them if there is no plane."""
         logits = self._checked(logits, image)
         if self.image_channels:
-            check_image(image, self.image_channels, tuple(logits.shape))
+            local_network.check_image(image, self.image_channels, tuple(logits.shape))
         if logits.ndim < 4:
             yield logits, self._point_temperature(logits)
             return
-        check_space(tuple(logits.shape[2:]), self.network.kernel_axes)
+        local_network.check_space(tuple(logits.shape[2:]), self.network.kernel_axes)
 
         def read(rows: slice) -> tuple[Tensor, Tensor | None]:
             return logits[:, :, rows], None if image is None else image[:, :, rows]
@@ -205,7 +191,7 @@ class LocalTemperatureScaling(Calibrator):
         if not case.source.sliceable:
             case.load()
         try:
-            check_space(case.shape[2:], self.network.kernel_axes)
+            local_network.check_space(case.shape[2:], self.network.kernel_axes)
             for rows, logits, temperatures in self._tiles(case.shape, read):
                 yield rows, _scaled(logits, temperatures)
         except SegcalError as error:
@@ -218,26 +204,26 @@ class LocalTemperatureScaling(Calibrator):
 
     def _tile(self, rows: slice, shape: tuple[int, ...], read: Reader) -> tuple[Tensor, Tensor]:
         batch, _, *spatial = shape
-        window = Window.of_rows(rows, tuple(spatial), self.network.kernel_axes)
+        window = local_network.Window.of_rows(rows, tuple(spatial), self.network.kernel_axes)
         source, image = read(window.source)
         if self.image_channels:
-            image = check_image(image, self.image_channels, tuple(source.shape))
+            image = local_network.check_image(image, self.image_channels, tuple(source.shape))
         exact = at_least_float32(source)
         factor = self.network(
-            window.padded(network_inputs(exact, self.inputs)),
+            window.padded(local_network.network_inputs(exact, self.inputs)),
             None if image is None else window.padded(image.to(exact).expand(batch, *image.shape[1:])),
         )
         logits = window.inside(source)
-        return logits, temperature(factor.view(batch, 1, *logits.shape[2:]), self.beta.to(factor))
+        return logits, local_network.temperature(factor.view(batch, 1, *logits.shape[2:]), self.beta.to(factor))
 
     def _point_temperature(self, logits: Tensor) -> Tensor:
         if self.image_channels:
             raise InputError(
                 f"logits have shape {tuple(logits.shape)}", expected="a plane or a volume, as the network sees images"
             )
-        points = network_inputs(at_least_float32(logits), self.inputs).movedim(1, -1)
+        points = local_network.network_inputs(at_least_float32(logits), self.inputs).movedim(1, -1)
         factor = self.network.at_points(points.reshape(-1, logits.shape[1]))
-        return temperature(factor.view(logits.shape[0], 1, *logits.shape[2:]), self.beta.to(factor))
+        return local_network.temperature(factor.view(logits.shape[0], 1, *logits.shape[2:]), self.beta.to(factor))
 
 
 class TranslationInvariantLocalTemperature(LocalTemperatureScaling):
@@ -266,7 +252,7 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
 
     Args:
         inputs: ``"log-probs"``, or ``"logits"`` for the original.
-        image_channels: As for ``lts``, and so are the others.
+        options: Those of ``lts``.
 
     Examples:
         >>> import segcal
@@ -281,17 +267,8 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
     translation_invariant = True
     per_image = True
 
-    @renamed(rate="learning_rate")
-    def __init__(
-        self,
-        inputs: Inputs = "log-probs",
-        image_channels: int = 0,
-        neighbourhood: Neighbourhood = "plane",
-        epochs: int = 40,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 0.1,
-    ) -> None:
-        super().__init__(image_channels, neighbourhood, epochs, learning_rate, weight_decay)
+    def __init__(self, inputs: local_network.Inputs = "log-probs", **options: Any) -> None:
+        super().__init__(**options)
         check_name("inputs", inputs, ("logits", "log-probs"))
         self.inputs = inputs
         self.translation_invariant = inputs == "log-probs"

@@ -61,7 +61,7 @@ class CalibratorModule(nn.Module):
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments, JSON-able; each is an attribute of the same name."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {name: getattr(self, name) for name in _argument_names(type(self))}
 
     def allocate(self, num_classes: int) -> None:
         """Create the parameters whose shape depends on the number of classes."""
@@ -150,6 +150,13 @@ class CalibratorModule(nn.Module):
             self.allocate(num_classes)
         self._apply(lambda tensor: tensor.to(device))
         self.num_classes, self.class_names = num_classes, class_names
+
+
+def _argument_names(cls: Any) -> list[str]:
+    """The arguments of a constructor; ``**options`` are those of the base class."""
+    parameters = inspect.signature(cls).parameters.values()
+    names = [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
+    return names if len(names) == len(parameters) else names + _argument_names(cls.__base__)
 
 
 def become(module: nn.Module, other: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -175,13 +175,10 @@ class SelectiveScaling(ComposedCalibrator):
 
     def _train(self, sample: VoxelSample, held_out: VoxelSample, seed: int) -> Training:
         """Train a selector, and store it with batch norm folded into the linear maps."""
-        own, other = _Selection.of(sample), _Selection.of(held_out)
+        own, other = _selection_loss(sample), _selection_loss(held_out)
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             network = _network(sample.logits.shape[1])
-
-        def loss(index: Tensor) -> Tensor:
-            return own.loss(network, index)
 
         def batches(generator: torch.Generator) -> Iterator[Tensor]:
             order = torch.randperm(len(sample), generator=generator)
@@ -190,9 +187,9 @@ class SelectiveScaling(ComposedCalibrator):
 
         training = adam(
             network,
-            loss,
+            lambda index: own(network, index),
             batches,
-            lambda: float(other.loss(network, slice(None))),
+            lambda: float(other(network, slice(None))),
             learning_rate=_RATE,
             weight_decay=_DECAY,
             max_epochs=_EPOCHS,
@@ -240,24 +237,19 @@ def paper_temperature(recall: float) -> float:
     return float(_SMALL_T * (_LARGE_T / _SMALL_T) ** share)
 
 
-class _Selection(NamedTuple):
-    """Training data: inputs ``(n, C)``, 1 for wrong predictions ``(n,)``, weights with the same sum for both kinds."""
+def _selection_loss(sample: VoxelSample) -> Callable[[nn.Module, Tensor | slice], Tensor]:
+    """The cross-entropy of a selector on some voxels; wrong and correct ones have the same total weight."""
+    wrong = (sample.logits.argmax(1) != sample.labels).long()
+    weights = torch.from_numpy(sample.weights)
+    totals = torch.zeros(2, dtype=weights.dtype).index_add_(0, wrong, weights)
+    balanced = (weights / totals[wrong] * len(sample) / 2).float()
+    inputs = _selector_input(sample.logits.log_softmax(1)).float()
 
-    inputs: Tensor
-    wrong: Tensor
-    weights: Tensor
+    def loss(network: nn.Module, index: Tensor | slice) -> Tensor:
+        losses = nn.functional.cross_entropy(network(inputs[index]), wrong[index], reduction="none")
+        return (balanced[index] * losses).mean()
 
-    @classmethod
-    def of(cls, sample: VoxelSample) -> _Selection:
-        wrong = (sample.logits.argmax(1) != sample.labels).long()
-        weights = torch.from_numpy(sample.weights)
-        totals = torch.zeros(2, dtype=torch.float64).index_add_(0, wrong, weights)
-        balanced = weights / totals[wrong] * len(sample) / 2
-        return cls(_selector_input(sample.logits.log_softmax(1)).float(), wrong, balanced.float())
-
-    def loss(self, network: nn.Module, index: Tensor | slice) -> Tensor:
-        losses = nn.functional.cross_entropy(network(self.inputs[index]), self.wrong[index], reduction="none")
-        return (self.weights[index] * losses).mean()
+    return loss
 
 
 def _sizes(num_classes: int) -> tuple[tuple[int, int], ...]:
