@@ -67,7 +67,8 @@ def compare_command(
         str | None, typer.Option(help="For --shift, module:function from an image (1, channels, *spatial) to logits.")
     ] = None,
     sensitivity: Annotated[
-        str | None, typer.Option(help="Also vary bins, size (of calibration) or members (of an ensemble).")
+        str | None,
+        typer.Option(help="Also vary, comma-separated: bins, size (of calibration), members (of an ensemble)."),
     ] = None,
     workers: Workers = 1,
     seed: Annotated[int, seed_option("Seed of the splits, the fits and the bootstrap.")] = 0,
