@@ -105,7 +105,10 @@ def evaluate_many(
     workers = min(workers, len(cases))
     shares = [cases.shard(rank, workers) for rank in range(workers)]
     some = None if counted is None or set(counted) >= set(cases.ids) else frozenset(counted)
-    sums, *others = in_workers(_measure_share, [(share, plan, calibrators, some) for share in shares], progress)
+    if workers == 1:
+        sums, others = _measure_share(cases, plan, calibrators, some, progress=progress), []
+    else:
+        sums, *others = in_workers(_measure_share, [(share, plan, calibrators, some) for share in shares], progress)
     for other in others:
         for key, own in other.items():
             sums[key].merge(own)
