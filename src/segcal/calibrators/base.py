@@ -305,15 +305,10 @@ class Calibrator(CalibratorModule, ABC):
     def _stored(self) -> Stored:
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
-        return Stored(
-            {name: tensor.detach().cpu() for name, tensor in self.tensors().items()},
-            self.id,
-            self.arguments(),
-            self.num_classes,
-            self.class_names,
-            self.fit_report,
-            {name: own._stored() for name, own in zip(self.channel_names or (), self.per_channel, strict=True)},
-        )
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
+        about = self.id, self.arguments(), self.num_classes, self.class_names, self.fit_report
+        channels = zip(self.channel_names or (), self.per_channel, strict=True)
+        return Stored(tensors, *about, {name: own._stored() for name, own in channels})
 
 
 #: Every calibrator by its id, filled by ``segcal.calibrators``; defined here so that calibrators can look up others.

@@ -125,15 +125,8 @@ class LocalTemperatureScaling(Calibrator):
         assert start.fit_report is not None
         self.beta.copy_(start.beta)
         held = hold_out(data)
-        recipe = Recipe(
-            inputs=self.inputs,
-            per_image=self.per_image,
-            epochs=self.epochs,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            everything=data.voxels == "all",
-            seed=data.seed,
-        )
+        options = self.epochs, self.learning_rate, self.weight_decay
+        recipe = Recipe(self.inputs, self.per_image, *options, everything=data.voxels == "all", seed=data.seed)
         found = fit_network(self.network, float(start.beta), held.cases, held.validation, recipe)
         outcome = found.converged, start.fit_report.certificate, found.iterations, found.voxels
         notes = [*start.fit_report.notes, *held.notes, *found.notes]

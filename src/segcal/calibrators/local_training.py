@@ -154,14 +154,9 @@ def fit_network(
     better = training.objective < single
     comparison = f"validation NLL {compared(training.objective, single)} that with one temperature"
     outcome = comparison if better else f"{comparison}: no better, so this is ts"
-    return Outcome(
-        better=better,
-        notes=[*notes, f"{training.message}; {outcome}"],
-        converged=training.converged,
-        gradient=gradient,
-        iterations=training.iterations,
-        voxels=train.voxels + (0 if held_out is train else held_out.voxels),
-    )
+    notes.append(f"{training.message}; {outcome}")
+    voxels = train.voxels + (0 if held_out is train else held_out.voxels)
+    return Outcome(better, notes, training.converged, gradient, training.iterations, voxels)
 
 
 def _nll(crops: Crops, beta: Tensor) -> Tensor:
