@@ -73,7 +73,7 @@ def test_pictures_show_the_pieces(fitted, monkeypatch):
     drawn = []
     pictures = browser._pictures
     monkeypatch.setattr(browser, "_pictures", lambda *parts: drawn.append(parts[-1]) or pictures(*parts))
-    browser._panels(CASES[0], fitted)
+    list(browser._panels(CASES[0], fitted))
     assert torch.equal(drawn[0], pieces(fitted, CASES[0])[0])
 
 

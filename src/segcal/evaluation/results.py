@@ -39,7 +39,7 @@ class Row(NamedTuple):
     region: str
     metric: str
     value: float
-    count: int  # type: ignore[assignment]  # the column is named so; nobody counts in a row with tuple.count
+    count: int  # type: ignore[assignment]  # rows need no tuple.count
     missed: int = 0
     channel: str = ""
 
