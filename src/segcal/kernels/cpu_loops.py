@@ -99,8 +99,7 @@ def _map(x, start, size, weight, bias, z):
 def _softmax_terms(x, start, size, best, winner, beta, terms, others, squares, slope):
     """e = exp(beta (x - best)), and sums over the classes other than the winner.
 
-    The winner's own term is exactly 1 and left out of the sums, so that what is left (1 - confidence) keeps its
-    relative precision however confident the voxel is.
+    The winner's own term is exactly 1. Without it the sums keep their relative precision, however small they are.
     """
     for v in range(size):
         others[v] = ZERO

@@ -23,8 +23,8 @@ FloatArray = NDArray[np.float64]
 # Logits with few digits may lie on an edge, where rounding would decide the bin: log p of the edges is raised by this
 # fraction.
 _ABOVE = 1e-12
-# Each thread has its own tables as long as these have no more numbers together (64 MB); then threads share them and
-# divide the classes.
+# Each thread has its own tables, up to this many numbers in all (64 MB). Beyond that, threads share tables and divide
+# the classes.
 _NUMBERS = 2**23
 
 

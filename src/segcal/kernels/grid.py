@@ -53,9 +53,9 @@ class BinGrid:
 
     @classmethod
     def classwise(cls, bins: Iterable[int], thresholds: Iterable[float]) -> BinGrid:
-        """About 300 bins: from 0 to the lowest edge asked for, then narrow near 0 and 1 and wider between.
+        """About 300 bins: one from 0 to the lowest requested edge, then narrow near 0 and 1 and wider between.
 
-        The thresholds and the edges of each number of equal-width bins can be asked for.
+        The requested edges are the thresholds and those of each number of equal-width bins.
 
         Except for the first, a bin is at most as wide as a sixteenth of its distance to the nearer end, or 1/4096:
         class probabilities crowd at both ends, and a grid this small stays in the cache for all classes.

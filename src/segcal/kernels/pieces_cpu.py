@@ -81,7 +81,7 @@ def sweep(
     """Let each thread add its share of the pieces to a state of its own; the states, in a fixed order.
 
     ``add`` takes a state, a piece and its matrix and columns, and returns the first unfit voxel in the piece, or -1.
-    The error for the first unfit voxel of all is raised. With ``groups``, so many threads take the same pieces.
+    The error for the first unfit voxel of all is raised. ``groups`` threads each take the same pieces.
     """
 
     def work(turn: int) -> tuple[State, int]:

@@ -18,6 +18,7 @@ from scipy.fft import dct, idct
 
 from segcal.errors import InputError
 from segcal.kernels import FINE_BINS
+from segcal.kernels.tally import Total
 from segcal.metrics.measure import Measure
 from segcal.metrics.reliability import class_grid, reliability
 from segcal.regions import BANDS
@@ -163,9 +164,8 @@ def sce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
         0.5
     """
     total = stats.total(region)
-    gaps = _coarse(stats, total.predicted_confidence.sum(1) - total.predicted_count[:, 1], num_bins)
-    errors = float(np.abs(gaps).sum())
-    return Measure.ratio(errors / (stats.num_classes if divide else 1), int(total.confusion.sum()))
+    gaps = total.predicted_confidence.sum(1) - total.predicted_count[:, 1]
+    return _classwise_error(stats, total, gaps, num_bins, divide)
 
 
 def cece(
@@ -189,9 +189,7 @@ def cece(
     if reduction not in ("mean", "sum"):
         raise InputError(f"reduction is {reduction!r}", expected="'mean' or 'sum'")
     total = stats.total(region)
-    gaps = _coarse(stats, total.class_confidence - total.class_positive, num_bins)
-    errors = float(np.abs(gaps).sum())
-    return Measure.ratio(errors / (stats.num_classes if reduction == "mean" else 1), int(total.confusion.sum()))
+    return _classwise_error(stats, total, total.class_confidence - total.class_positive, num_bins, reduction == "mean")
 
 
 def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -310,11 +308,13 @@ def _mean_loss(stats: VoxelStatistics, region: Region, column: int) -> Measure:
     return Measure.ratio(float(total.losses[:, column].sum()), int(total.confusion.sum()))
 
 
-def _coarse(stats: VoxelStatistics, fine: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
-    """Sum per-class histograms ``(C, M)`` into equal-width bins."""
+def _classwise_error(
+    stats: VoxelStatistics, total: Total, gaps: NDArray[np.float64], num_bins: int, divide: bool
+) -> Measure:
+    """The sum over classes and equal-width bins of |gap| per voxel, from gaps ``(C, M)``; ``divide`` divides by C."""
     starts = np.searchsorted(class_grid(stats).coarse(num_bins), np.arange(num_bins))
-    coarse: NDArray[np.float64] = np.add.reduceat(fine, starts, axis=-1)
-    return coarse
+    errors = float(np.abs(np.add.reduceat(gaps, starts, axis=-1)).sum())
+    return Measure.ratio(errors / (stats.num_classes if divide else 1), int(total.confusion.sum()))
 
 
 def _gaps(stats: VoxelStatistics, num_bins: int, region: Region) -> NDArray[np.float64]:

@@ -111,7 +111,7 @@ def surface_distances(
     if prediction.shape != labels.shape:
         raise InputError(
             f"prediction has shape {tuple(prediction.shape)}",
-            expected=f"{tuple(labels.shape)} as the labels have",
+            expected=f"{tuple(labels.shape)}, the shape of the labels",
             fix="pass class indices, the argmax over the class axis of the scores",
         )
     valid = valid_voxels(labels, ignore_index=ignore_index, mask=mask)
