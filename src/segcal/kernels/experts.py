@@ -76,7 +76,7 @@ class ExpertMap:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Calibrated scores of logits ``(N, C, *spatial)``, differentiable in everything."""
-        offset: Tensor | float = 0.0
+        offset = None
         if self.features in ("logits", "own-logit"):
             logits, offset = _without_offset(logits)
         seen = describe(logits, self.features)
@@ -88,7 +88,8 @@ class ExpertMap:
                 product = weight[e].view(column) * seen.x
             else:
                 product = torch.einsum("kj,nj...->nk...", weight[e], seen.x)
-            own = product + bias[e].view(column) + offset * tilt[e].view(column)
+            own = product + bias[e].view(column)
+            own = own if offset is None else own + offset * tilt[e].view(column)
             mapped = own if len(weight) == 1 else torch.where(seen.winner.unsqueeze(1) == e, own, mapped)
         return torch.where(seen.never, -torch.inf, to_scores(mapped, seen, self.features))
 
