@@ -215,7 +215,7 @@ class CropSource:
             units, name = torch.arange(len(whole.owner)), "windows, beside those trained on,"
         counted = torch.unique(units[(whole.labels != _IGNORED).flatten(1).any(1)])
         if len(counted) < 2:
-            return self, self, "there is one case, too small to hold out a part: it was validated on the voxels it was trained on"
+            return self, self, "there is one case, too small to hold out a part: validated on its training voxels"
         generator = torch.Generator().manual_seed(self.recipe.seed)
         chosen = counted[torch.randperm(len(counted), generator=generator)[: -(-len(counted) // 5)]]
         later = torch.isin(units, chosen)
