@@ -30,7 +30,7 @@ def npy_header(shape, dtype="<f4"):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
 
 
-def refuses(path, says="cannot be read|is damaged"):
+def assert_refuses(path, says="cannot be read|is damaged"):
     """Opening or reading the file raises our error, which names it."""
     with pytest.raises(DataError, match=rf"{path.name}.*({says})"):
         open_array(path).read()
@@ -44,10 +44,10 @@ def refuses(path, says="cannot be read|is damaged"):
 )
 def test_npy_headers(tmp_path, shape):
     (tmp_path / "a.npy").write_bytes(npy_header(shape) + bytes(64))
-    refuses(tmp_path / "a.npy", "cannot be read|is damaged|negative")
+    assert_refuses(tmp_path / "a.npy", "cannot be read|is damaged|negative")
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("a.npy", npy_header(shape) + bytes(64))
-    refuses(tmp_path / "a.npz", "cannot be read|is damaged|negative")
+    assert_refuses(tmp_path / "a.npz", "cannot be read|is damaged|negative")
 
 
 @pytest.mark.parametrize("suffix", ["nii", "nii.gz"])
@@ -62,7 +62,7 @@ def test_nifti_headers(tmp_path, suffix, offset, value):
     if offset == 112:  # A scale of 1e30 is odd but legal.
         assert open_array(path).read().max() > 1e29
     else:
-        refuses(path)
+        assert_refuses(path)
 
 
 def test_png_bomb(tmp_path):
@@ -71,7 +71,7 @@ def test_png_bomb(tmp_path):
     data[16:24] = struct.pack(">II", HUGE, HUGE)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     (tmp_path / "a.png").write_bytes(data)
-    refuses(tmp_path / "a.png")
+    assert_refuses(tmp_path / "a.png")
 
 
 def tiff_tag(path, tag, value):
@@ -91,7 +91,7 @@ def test_tiff_tags(tmp_path, compression, tag, value):
     if (compression, tag) == (None, "StripByteCounts"):  # Follows from the size where nothing is compressed.
         assert (open_array(path).read() == 1).all()
     else:
-        refuses(path)
+        assert_refuses(path)
 
 
 def test_tiff_pages_in_a_circle_or_beyond_the_end(tmp_path):
@@ -103,7 +103,7 @@ def test_tiff_pages_in_a_circle_or_beyond_the_end(tmp_path):
         data = bytearray(path.read_bytes())
         data[last : last + 4] = struct.pack("<I", first if next_page == "first" else 10**9)
         path.write_bytes(data)
-        refuses(path, "pages run in a circle|beyond its end")
+        assert_refuses(path, "pages run in a circle|beyond its end")
 
 
 def test_zarr_shape_of_which_next_to_nothing_is_stored(tmp_path):
@@ -168,7 +168,7 @@ def test_gzip_length_and_trailing_garbage(tmp_path):
     data = path.read_bytes()
     for broken in (data[:-4] + bytes(4), data[:-8], data[:-1], data + b"garbage"):
         path.write_bytes(broken)
-        refuses(path)
+        assert_refuses(path)
 
 
 # -- values that are no plain numbers ---------------------------------------------------------------------------------

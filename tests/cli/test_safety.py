@@ -43,7 +43,7 @@ def test_a_folder_is_no_place_for_a_file(run, tmp_path, folder):
         assert snapshot(tmp_path) == before
 
 
-def refused(run, tmp_path, says, *arguments):
+def assert_refused(run, tmp_path, says, *arguments):
     """Run a command that must refuse, say why, and leave everything as it was."""
     before = snapshot(tmp_path)
     code, error = run(*arguments)
@@ -67,43 +67,32 @@ def test_input_is_never_output(run, tmp_path, cal):
     for output in ("ds", "ds/", "ds/../ds", "link", ".", *inside):
         for command in (("apply", cal, "ds", "-o", output), ("pack", "ds", output), ("compare", "ds", "-o", output)):
             for resume in ((), ("--resume",)):
-                assert "--resume" not in refused(run, tmp_path, "expected a folder apart", *command, *resume)
+                assert "--resume" not in assert_refused(run, tmp_path, "expected a folder apart", *command, *resume)
 
 
 def test_input_is_never_output_where_segcal_wrote_it(run, tmp_path, cal):
-    run("apply", cal, "ds", "-o", "once")
+    assert run("apply", cal, "ds", "-o", "once")[0] == 0
     shutil.copytree("ds/labels", "twice/labels")
     (tmp_path / "twice" / "segcal.toml").write_text('kind = "probs"\nscores = "../once/probs"\n')
-    refused(run, tmp_path, "is read", "apply", cal, "twice", "-o", "once", "--resume")
+    assert_refused(run, tmp_path, "is read", "apply", cal, "twice", "-o", "once", "--resume")
     (tmp_path / "thrice" / "probs").mkdir(parents=True)
     for path in (tmp_path / "once" / "probs").iterdir():  # links to single files
         (tmp_path / "thrice" / "probs" / path.name).symlink_to(path)
-    refused(run, tmp_path, "is also an input", "apply", cal, "thrice", "-o", "once", "--resume")
-    run("pack", "ds", "packed")
-    refused(run, tmp_path, "which is read", "pack", "packed", "packed", "--resume")
+    assert_refused(run, tmp_path, "is also an input", "apply", cal, "thrice", "-o", "once", "--resume")
+    assert run("pack", "ds", "packed")[0] == 0
+    assert_refused(run, tmp_path, "which is read", "pack", "packed", "packed", "--resume")
 
 
 def test_an_nnunet_folder_is_not_written_into(run, tmp_path):
     predictions, truth = nnunet(tmp_path / "nn")
-    run("fit", predictions, "--layout", "nnunet", "--labels", truth, "-o", "cal.safetensors", "--test", "0")
+    layout = ("--layout", "nnunet")
+    assert run("fit", predictions, *layout, "--labels", truth, "-o", "cal.safetensors", "--test", "0")[0] == 0
     for output in (predictions, predictions / "new", tmp_path / "nn", truth):
+        # apply does not read labels, so their folder is only one that is not empty
+        says = "is not empty" if output == truth else "a folder apart from the input"
         for resume in ((), ("--resume",)):
-            says = (
-                "a folder apart from the input" if output != truth else "is not empty"
-            )  # labels are not read by apply
-            refused(
-                run,
-                tmp_path,
-                says,
-                "apply",
-                "cal.safetensors",
-                predictions,
-                "--layout",
-                "nnunet",
-                "-o",
-                output,
-                *resume,
-            )
+            command = ("apply", "cal.safetensors", predictions, *layout, "-o", output)
+            assert_refused(run, tmp_path, says, *command, *resume)
 
 
 def test_resume_is_for_what_segcal_began(run, tmp_path, cal):
@@ -120,11 +109,11 @@ def test_resume_is_for_what_segcal_began(run, tmp_path, cal):
     ):
         (tmp_path / "mine" / name).write_text("mine")
     for command in (("apply", cal, "ds", "-o", "mine"), ("pack", "ds", "mine"), ("compare", "ds", "-o", "mine")):
-        assert "--resume" not in refused(run, tmp_path, "is not empty", *command)
-        refused(run, tmp_path, "could be resumed", *command, "--resume")
+        assert "--resume" not in assert_refused(run, tmp_path, "is not empty", *command)
+        assert_refused(run, tmp_path, "could be resumed", *command, "--resume")
     run("apply", cal, "ds", "-o", "out")
-    refused(run, tmp_path, "holds calibrated scores already", "pack", "ds", "out", "--resume")
-    assert "--resume" in refused(run, tmp_path, "is not empty", "apply", cal, "ds", "-o", "out")
+    assert_refused(run, tmp_path, "holds calibrated scores already", "pack", "ds", "out", "--resume")
+    assert "--resume" in assert_refused(run, tmp_path, "is not empty", "apply", cal, "ds", "-o", "out")
 
 
 def test_maps_replace_maps_and_nothing_else(run, tmp_path):
@@ -134,14 +123,16 @@ def test_maps_replace_maps_and_nothing_else(run, tmp_path):
     once = snapshot(tmp_path / "maps" / "band")
     assert run("evaluate", "ds", "--metrics", "nll", "--maps", "maps")[0] == 0
     assert snapshot(tmp_path / "maps" / "band") == once
-    refused(run, tmp_path, "segcal did not write it", "evaluate", "ds", "--metrics", "nll", "--maps", "study")
+    assert_refused(run, tmp_path, "segcal did not write it", "evaluate", "ds", "--metrics", "nll", "--maps", "study")
 
 
 def test_maps_and_plots_go_beside_the_input_but_not_into_it(run, tmp_path):
     before = snapshot(tmp_path / "ds")
     for option in ("--maps", "--plots"):
         for folder in ("ds/logits", "ds/labels/new", "ds/masks"):
-            refused(run, tmp_path, "expected a folder apart", "evaluate", "ds", "--metrics", "nll", option, folder)
+            assert_refused(
+                run, tmp_path, "expected a folder apart", "evaluate", "ds", "--metrics", "nll", option, folder
+            )
     assert run("evaluate", "ds", "--metrics", "nll", "--maps", "ds", "--plots", ".")[0] == 0
     assert {name: state for name, state in snapshot(tmp_path / "ds").items() if name in before} == before
     assert (tmp_path / "reliability-everything.png").is_file()
@@ -161,14 +152,14 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(run, tmp_path, 
     for name in ("fit.CALIBRATORS", "fit.evaluate", "evaluate.evaluate"):
         monkeypatch.setattr(f"segcal.cli.{name}", {"ts": work} if name.endswith("RS") else work)
     for option in (("fit", "ds", "-o"), ("evaluate", "ds", "-o"), ("evaluate", "ds", "--csv")):
-        refused(run, tmp_path, "Error in", *option, place)
+        assert_refused(run, tmp_path, "Error in", *option, place)
     if place != "victim":
         for option in ("--plots", "--maps"):
-            refused(run, tmp_path, "Error in", "evaluate", "ds", option, place)
+            assert_refused(run, tmp_path, "Error in", "evaluate", "ds", option, place)
         for command in (("apply", cal, "ds", "-o", place), ("pack", "ds", place), ("scenes", place)):
-            refused(run, tmp_path, "Error in", *command)
-        refused(run, tmp_path, "Error in", "compare", "ds", "-o", place)
-        refused(run, tmp_path, "Error in", "demo", "-o", place)
+            assert_refused(run, tmp_path, "Error in", *command)
+        assert_refused(run, tmp_path, "Error in", "compare", "ds", "-o", place)
+        assert_refused(run, tmp_path, "Error in", "demo", "-o", place)
 
 
 def test_files_that_are_read_are_not_written(run, tmp_path, cal):
@@ -176,9 +167,9 @@ def test_files_that_are_read_are_not_written(run, tmp_path, cal):
     (tmp_path / "link.json").symlink_to(tmp_path / "ds" / "logits" / "case0.npy")
     for name in ("ds/segcal.toml", "ds/labels/case0.npy", "link.json"):
         for option in (("fit", "ds", "-o"), ("evaluate", "ds", "-o"), ("evaluate", "ds", "--csv")):
-            refused(run, tmp_path, "is also an input", *option, name)
-    refused(run, tmp_path, "is also an input", "evaluate", "ds", "--calibrator", cal, "-o", cal)
-    refused(run, tmp_path, "two results", "evaluate", "ds", "-o", "x", "--csv", "./x")
+            assert_refused(run, tmp_path, "is also an input", *option, name)
+    assert_refused(run, tmp_path, "is also an input", "evaluate", "ds", "--calibrator", cal, "-o", cal)
+    assert_refused(run, tmp_path, "two results", "evaluate", "ds", "-o", "x", "--csv", "./x")
 
 
 def test_results_are_shown_where_they_cannot_be_kept(run, capsys, tmp_path, monkeypatch):
@@ -202,19 +193,19 @@ def test_a_demo_removes_only_what_a_demo_wrote(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(segcal.cli.demo, "_demonstrate", write)
     run("pack", "ds", "d/scenes")  # as any packed dataset
-    refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
+    assert_refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
     shutil.rmtree(tmp_path / "d" / "scenes")
     (tmp_path / "d" / "report" / "work").mkdir(parents=True)
     (tmp_path / "d" / "report" / "work" / "fit-0.json").write_text("{}")  # as any study
-    refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
+    assert_refused(run, tmp_path, "which no demo wrote", "demo", "-o", "d")
     shutil.rmtree(tmp_path / "d" / "report")
     (tmp_path / "d" / "mine.txt").write_text("mine")
     for seed in (0, 1, 3, 0):  # again and again; one of them fails in the middle
         assert run("demo", "-o", "d", "--seed", seed)[0] == (1 if seed == 3 else 0)
         assert (tmp_path / "d" / "report" / "work" / "fit.json").read_text() == str(seed)
     (tmp_path / "d" / "report" / "notes.txt").write_text("mine")
-    refused(run, tmp_path, "report/notes.txt, which no demo wrote", "demo", "-o", "d")
+    assert_refused(run, tmp_path, "report/notes.txt, which no demo wrote", "demo", "-o", "d")
     (tmp_path / "d" / "report" / "notes.txt").unlink()
     (tmp_path / "d" / "report" / "work" / "fit.json").write_text("changed")
-    refused(run, tmp_path, "report/work/fit.json, which no demo wrote", "demo", "-o", "d")
+    assert_refused(run, tmp_path, "report/work/fit.json, which no demo wrote", "demo", "-o", "d")
     assert (tmp_path / "d" / "mine.txt").read_text() == "mine"

@@ -88,15 +88,20 @@ def test_notes_on_what_is_legal_but_odd(tmp_path):
     assert report.to_dict()["accuracy"] is None
 
 
+def assert_notices_transposed(root, z, y):
+    """``check`` says that the labels are transposed, and is silent once they are not."""
+    for folder, array in (("logits", z), ("labels", y)):
+        (root / folder).mkdir()
+        np.save(root / folder / "a.npy", array)
+    assert any("transposed" in note for note in segcal.check(root).notes)
+    np.save(root / "labels" / "a.npy", y.T)
+    assert not any("transposed" in note for note in segcal.check(root).notes)
+
+
 def test_transposed_cube_is_noticed(tmp_path):
     y = labels(0, 3, (8, 8, 8))
     z = 5 * (np.arange(3)[:, None, None, None] == y.T[None]).astype(np.float32)
-    for folder, array in (("logits", z), ("labels", y)):
-        (tmp_path / folder).mkdir()
-        np.save(tmp_path / folder / "a.npy", array)
-    assert any("transposed" in note for note in segcal.check(tmp_path).notes)
-    np.save(tmp_path / "labels" / "a.npy", y.T)
-    assert not any("transposed" in note for note in segcal.check(tmp_path).notes)
+    assert_notices_transposed(tmp_path, z, y)
 
 
 def test_exterior_share_of_nnunet_folders(tmp_path):
@@ -152,12 +157,7 @@ def test_large_transposed_images_are_noticed_on_a_grid(tmp_path, size):
     blocks = np.random.default_rng(0).integers(0, 3, (size // 8, size // 8))
     y = np.kron(blocks, np.ones((8, 8))).astype(np.uint8)
     z = 5 * (np.arange(3)[:, None, None] == y.T[None]).astype(np.float32)
-    for folder, array in (("logits", z), ("labels", y)):
-        (tmp_path / folder).mkdir()
-        np.save(tmp_path / folder / "a.npy", array)
-    assert any("transposed" in note for note in segcal.check(tmp_path).notes)
-    np.save(tmp_path / "labels" / "a.npy", y.T)
-    assert not any("transposed" in note for note in segcal.check(tmp_path).notes)
+    assert_notices_transposed(tmp_path, z, y)
 
 
 def test_compressed_members_are_decoded_once(tmp_path, monkeypatch):

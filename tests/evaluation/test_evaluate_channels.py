@@ -30,7 +30,7 @@ def results():
     return evaluate(CASES, **OPTIONS)
 
 
-def same_rows(rows, others):
+def assert_same_rows(rows, others):
     assert [row[:3] for row in rows] == [row[:3] for row in others]
     for row, other in zip(rows, others, strict=True):
         assert row.value == pytest.approx(other.value, rel=0, abs=0, nan_ok=True)
@@ -41,12 +41,12 @@ def test_each_channel_is_measured_as_if_it_were_alone(results):
     assert results.channels == tuple(PARTS)
     for k, (name, own) in enumerate(PARTS.items()):
         alone, channel = evaluate(own, **OPTIONS), results.channel(name)
-        same_rows(channel.rows, alone.rows)
-        same_rows([row for row in results.rows if row.channel == name], alone.rows)
+        assert_same_rows(channel.rows, alone.rows)
+        assert_same_rows([row for row in results.rows if row.channel == name], alone.rows)
         assert channel.reliability == alone.reliability
         assert channel.diagnosis == alone.diagnosis
         assert channel.summary() == alone.summary()
-        same_rows(evaluate(CASES.channel(k), **OPTIONS).rows, alone.rows)
+        assert_same_rows(evaluate(CASES.channel(k), **OPTIONS).rows, alone.rows)
         assert results.value("nll", "boundary", channel=name) == alone.value("nll", "boundary")
         assert results.values("ece", channel=name) == alone.values("ece")
 
@@ -88,22 +88,22 @@ def test_calibrators_of_channels_are_seen(name):
     calibrator = CALIBRATORS[name](**({"epochs": 1} if name == "lts" else {})).fit(cases)
     many = evaluate_many(Plan.make(("nll", "flip")), cases, {"before": None, "after": calibrator})
     for channel, own, part in zip(parts, calibrator.channels, parts.values(), strict=True):
-        same_rows(many["after"].channel(channel).rows, evaluate(part, own, metrics=("nll", "flip")).rows)
-        same_rows(many["before"].channel(channel).rows, evaluate(part, metrics=("nll", "flip")).rows)
+        assert_same_rows(many["after"].channel(channel).rows, evaluate(part, own, metrics=("nll", "flip")).rows)
+        assert_same_rows(many["before"].channel(channel).rows, evaluate(part, metrics=("nll", "flip")).rows)
 
 
 def test_functions_see_every_channel():
     halved = evaluate(CASES, lambda z: (z / 2).log_softmax(1), metrics=("nll",))
     for name, own in PARTS.items():
         expected = evaluate(own, lambda z: (z / 2).log_softmax(1), metrics=("nll",))
-        same_rows(halved.channel(name).rows, expected.rows)
+        assert_same_rows(halved.channel(name).rows, expected.rows)
 
 
 def test_exact_bins_know_channels():
     options = {"metrics": ("ace-adaptive", "nll"), "exact": True}
     once = evaluate(CASES, **options)
     for name, own in PARTS.items():
-        same_rows(once.channel(name).rows, evaluate(own, **options).rows)
+        assert_same_rows(once.channel(name).rows, evaluate(own, **options).rows)
 
 
 def test_masks_are_asked_for_every_channel():
@@ -124,7 +124,7 @@ def test_files_carry_the_channel(results, tmp_path):
     again = Results.from_json(tmp_path / "r.json")
     assert again.to_json() == results.to_json()
     assert again.channels == results.channels
-    same_rows(again.channel("vein").rows, results.channel("vein").rows)
+    assert_same_rows(again.channel("vein").rows, results.channel("vein").rows)
     results.to_csv(tmp_path / "r.csv")
     head, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert head.endswith(",channel")
@@ -143,7 +143,7 @@ def test_earlier_results_are_read(version, tmp_path):
         content["rows"] = [["(pooled)" if row[0] is None else row[0], *row[1:]] for row in content["rows"]]
     (tmp_path / "r.json").write_text(json.dumps(content))
     again = Results.from_json(tmp_path / "r.json")
-    same_rows(again.rows, results.rows)
+    assert_same_rows(again.rows, results.rows)
     assert again.value("nll") == results.value("nll")
     assert again.channels == ()
 
