@@ -58,7 +58,7 @@ def evaluate_command(
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
 
-    Reads every case once (twice with --exact). The mean is over images, the interval a bootstrap over
+    Reads every case once, and again with --exact or --plots. The mean is over images, the interval a bootstrap over
     images, or over the groups that segcal.toml declares.
 
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
