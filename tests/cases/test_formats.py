@@ -4,14 +4,14 @@ import zlib
 import numpy as np
 import pytest
 
-from segcal.cases.formats import FORMATS, SCORE_FORMATS, create_array, open_array
+from segcal.cases.formats import FORMATS, SCORE_FORMATS, ArraySpec, create_array, open_array
 from segcal.errors import DataError, MissingExtraError, OutputError
 
 ALL_FORMATS = [format.name for format in FORMATS]
 
 
-def write(path, array, **options):
-    with create_array(path, array.shape, array.dtype, row_axis=options.pop("row_axis", 0), **options) as sink:
+def write(path, array, *, replace=False, **options):
+    with create_array(path, ArraySpec(array.shape, array.dtype, **options), replace=replace) as sink:
         half = array.shape[0] // 2
         rest = (slice(None),) * (array.ndim - 1)
         sink.write((slice(0, half), *rest), array[:half])
@@ -152,7 +152,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, format):
     write(path, np.zeros((4, 4), np.float32))
 
     def fail():
-        with create_array(path, (4, 4), np.float32, row_axis=0, replace=True) as sink:
+        with create_array(path, ArraySpec((4, 4), np.float32), replace=True) as sink:
             sink.write((slice(0, 2), slice(None)), np.ones((2, 4), np.float32))
             raise RuntimeError("killed")
 

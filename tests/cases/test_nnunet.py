@@ -7,8 +7,9 @@ from PIL import Image
 
 import segcal
 from datasets import labels, logits, nnunet, softmax
-from segcal.cases import OutputFolder, ScoreWriter
+from segcal.cases import OutputFolder
 from segcal.cases.nnunet import connected_to_border
+from segcal.cases.output import write_scores
 from segcal.errors import DataError
 
 
@@ -112,7 +113,7 @@ def test_two_dimensional_png_cases(tmp_path):
     without = segcal.open_cases(predictions, layout="nnunet", need_labels=False)[0]
     assert with_labels.shape == without.shape == (1, 3, 9, 7)
     output = OutputFolder(tmp_path / "out", cases, "scores", settings={})
-    ScoreWriter(output, "probs").write(with_labels, [(slice(0, 9), with_labels.logits.log_softmax(1))])
+    write_scores(output, with_labels, [(slice(0, 9), with_labels.logits.log_softmax(1))])
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npz")["probabilities"], p[:, None], atol=1e-6)
 
 
@@ -133,9 +134,9 @@ def test_written_scores_keep_nnunets_layout_and_sidecars(tmp_path):
     predictions, truth = nnunet(tmp_path)
     out = tmp_path / "out"
     cases = segcal.open_cases(predictions, layout="nnunet", labels=str(truth))
-    writer = ScoreWriter(OutputFolder(out, cases, "scores", settings={}), "probs")
+    output = OutputFolder(out, cases, "scores", settings={})
     for case in cases:
-        writer.write(case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=500)))
+        write_scores(output, case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=500)))
     for name in ("scan_000", "scan_001"):
         before = np.load(predictions / f"{name}.npz")["probabilities"]
         after = np.load(out / f"{name}.npz")["probabilities"]

@@ -10,8 +10,9 @@ import torch
 import segcal
 from datasets import labels, logits, plain, save_nifti, snapshot
 from segcal.calibrators import TemperatureScaling
-from segcal.cases import CaseRef, OutputFolder, ScoreWriter, write_dataset
+from segcal.cases import CaseRef, OutputFolder, write_dataset
 from segcal.cases.formats import SCORE_FORMATS
+from segcal.cases.output import score_path, write_scores
 from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.errors import DataError, InputError, OutputError
 from segcal.evaluation.apply import apply
@@ -176,10 +177,10 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
     options = {"axes": axes, "key": "network/logits" if format == "h5" else None}
     cases = segcal.open_cases(tmp_path, **options)
     case = cases[0]
-    writer = ScoreWriter(OutputFolder(tmp_path / "out", cases, "scores", settings={}), "probs")
-    writer.write(case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=300)))
+    output = OutputFolder(tmp_path / "out", cases, "scores", settings={})
+    write_scores(output, case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=300)))
     written = tmp_path / "out" / "probs" / f"a.{format}"
-    assert writer.path(case) == f"probs/a.{format}"
+    assert score_path(case) == f"probs/a.{format}"
     expected = torch.from_numpy(z).softmax(0).numpy()
     if format == "nii.gz":
         image = nibabel.load(written)
@@ -190,18 +191,17 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
     else:
         with h5py.File(written) as file:
             np.testing.assert_allclose(file["network/logits"][:], expected, atol=1e-6)
-    assert writer.output.finished(writer.path(case), case)
+    assert output.finished(score_path(case), case)
 
 
 def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):
     root = plain(tmp_path / "in", count=1, classes=1)
     cases = segcal.open_cases(root, multilabel=True)
     case = cases[0]
-    for kind, inverse in (("probs", lambda z: torch.from_numpy(z).sigmoid()), ("logits", torch.from_numpy)):
-        writer = ScoreWriter(OutputFolder(tmp_path / kind, cases, "scores", settings={}), kind)
-        writer.write(case, [(slice(0, 9), case.logits.log_softmax(1))])
-        written = torch.from_numpy(np.load(tmp_path / kind / kind / "case0.npy"))
-        assert torch.allclose(written, inverse(logits(0, 1)), atol=1e-5)
+    output = OutputFolder(tmp_path / "out", cases, "scores", settings={})
+    write_scores(output, case, [(slice(0, 9), case.logits.log_softmax(1))])
+    written = torch.from_numpy(np.load(tmp_path / "out" / "probs" / "case0.npy"))
+    assert torch.allclose(written, torch.from_numpy(logits(0, 1)).sigmoid(), atol=1e-5)
 
 
 def test_journal_is_plain_json_lines(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np, torch
 import segcal
 from segcal.evaluation.apply import apply
 from segcal.cases import write_dataset
-from segcal.cases.formats import SCORE_FORMATS, create_array
+from segcal.cases.formats import SCORE_FORMATS, ArraySpec, create_array
 from segcal.errors import OutputError
 from segcal.files.atomic import check_writable
 from segcal.training import checkpoint
@@ -27,7 +27,7 @@ noise = np.random.default_rng(0).normal(size=(4, 400, 200)).astype(np.float32)
 
 
 def array(format):
-    with create_array(disk / "deep" / f"a.{format}", noise.shape, noise.dtype, row_axis=1) as sink:
+    with create_array(disk / "deep" / f"a.{format}", ArraySpec(noise.shape, noise.dtype, row_axis=1)) as sink:
         for row in range(0, 400, 100):
             sink.write((slice(None), slice(row, row + 100), slice(None)), noise[:, row : row + 100])
 

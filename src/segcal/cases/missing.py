@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from segcal.cases.formats import ArrayFile, Stored, format_of, open_array
+from segcal.cases.formats import ArrayFile, format_of, open_array
+from segcal.cases.formats.base import Stored
 from segcal.cases.layout import CaseFiles
 from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS
 from segcal.errors import DataError, SegcalError
@@ -34,10 +35,10 @@ _SUM_TOLERANCE = 1e-5
 def check_scores(file: ArrayFile, *, sums_to_one: bool) -> bool:
     """Raise if chunks of scores are lost. True if only the sums over classes can tell (``check_sums``)."""
     stored = file.stored()
-    if stored is None or not stored.missing:
+    if not stored.missing:
         return False
     if not (sums_to_one and stored.sparse and stored.there and stored.fill == 0):
-        raise _lost(file, stored)
+        raise _lost(file)
     return True
 
 
@@ -46,20 +47,18 @@ def check_sums(scores: Tensor, file: ArrayFile) -> None:
     tolerance = max(_SUM_TOLERANCE, float(np.finfo(file.dtype).eps))
     off = (scores.double().sum(1) - 1).abs().max()
     if not bool(off <= tolerance):
-        stored = file.stored()
-        assert stored is not None
-        raise _lost(file, stored, f": without them the probabilities of a voxel sum to 1 only within {float(off):.2g}")
+        raise _lost(file, f": without them the probabilities of a voxel sum to 1 only within {float(off):.2g}")
 
 
 def check_values(file: ArrayFile) -> None:
     """Raise if chunks of labels, a mask or an image are lost, not just left out."""
     stored = file.stored()
-    if stored is None or not stored.missing:
+    if not stored.missing:
         return
     if not stored.sparse or not stored.there:
-        raise _lost(file, stored)
+        raise _lost(file)
     if file.holds_fill():
-        raise _lost(file, stored, f", although others that hold nothing but {stored.fill} are stored")
+        raise _lost(file, f", although others that hold nothing but {stored.fill} are stored")
 
 
 def missing_notes(cases: Sequence[CaseFiles]) -> list[str]:
@@ -85,11 +84,12 @@ def _partial(path: Path, usual: tuple[str, ...]) -> Stored | None:
     if (format := format_of(path)) and format.sparse:
         with suppress(SegcalError):  # It is raised again when the file is read.
             stored = open_array(path, usual=usual).stored()
-            return stored if stored and stored.missing else None
+            return stored if stored.missing else None
     return None
 
 
-def _lost(file: ArrayFile, stored: Stored, why: str = "") -> DataError:
+def _lost(file: ArrayFile, why: str = "") -> DataError:
+    stored = file.stored()
     return DataError(
         f"{stored.missing} of {stored.chunks} chunks are missing{why}",
         where=str(file.path),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
-from segcal.cases.formats import Array, ArraySink, Geometry, create_array, open_array
+from segcal.cases.formats import Array, ArraySpec, create_array, open_array
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, file_name, file_state
 from segcal.files.folders import OwnFolder
+from segcal.files.versions import SEGCAL
 from segcal.scores import keep_argmax
-from segcal.types import Case, Kind
+from segcal.types import Case
 
-_VERSION = version("segcal")
 _NUMPY: dict[torch.dtype, DTypeLike] = {torch.float16: np.float16, torch.float32: np.float32}
 # Files that nnU-Net's own tools need beside the npz files; they are copied, never opened.
 _NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "predict_from_raw_data_args.json")
@@ -59,7 +58,7 @@ class OutputFolder(OwnFolder):
             file_name(name)
         super().__init__(folder, holds, inputs=cases.folders, resume=resume, shared=shared)
         self.multilabel = cases.channel_names is not None
-        self._settings = json.dumps([_VERSION, settings], sort_keys=True)
+        self._settings = json.dumps([SEGCAL, settings], sort_keys=True)
         self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}
 
     def require_one(self, case: Case) -> None:
@@ -87,29 +86,31 @@ class OutputFolder(OwnFolder):
             return False
 
     @contextmanager
-    def array(
-        self,
-        relative: str,
-        shape: Sequence[int],
-        dtype: DTypeLike,
-        *,
-        case: Case,
-        row_axis: int,
-        key: str = "array",
-        geometry: Geometry | None = None,
-    ) -> Iterator[VerifiedSink]:
-        """Write one array part by part. At the end it is read back and compared, then recorded as finished."""
+    def array(self, relative: str, case: Case, spec: ArraySpec) -> Iterator[Callable[[slice, Array], None]]:
+        """Write one array: yields a function of rows along its row axis and their values.
+
+        At the end the file is read back and compared, then recorded as finished.
+        """
         path = self.folder / relative
         if isinstance(case.source, DiskCase) and path.exists() and any(map(path.samefile, case.source.paths)):
             raise OutputError("is also an input", where=str(path), case=case.id, fix="choose another folder")
         self.claim(relative)  # Raises if the file exists and segcal did not write it.
-        with create_array(path, shape, dtype, row_axis=row_axis, key=key, geometry=geometry, replace=True) as sink:
-            verified = VerifiedSink(sink)
-            yield verified
-        digest = verified.digest.hexdigest()
-        if _digest(path, verified.parts) != digest:
+        parts: list[list[list[int]]] = []
+        digest = hashlib.blake2b(digest_size=16)
+        with create_array(path, spec, replace=True) as sink:
+
+            def write(rows: slice, block: Array) -> None:
+                block = np.ascontiguousarray(block, sink.dtype)
+                bounds = [[0, size] for size in sink.shape]
+                bounds[sink.row_axis] = [rows.start, rows.stop]
+                parts.append(bounds)
+                digest.update(block.tobytes())
+                sink.write(tuple(slice(*bound) for bound in bounds), block)
+
+            yield write
+        record = {"file": relative, "source": self._source(case), "parts": parts, "digest": digest.hexdigest()}
+        if _digest(path, parts) != record["digest"]:
             raise OutputError("reads back differently from what was written", where=str(path), fix="check the disk")
-        record = {"file": relative, "source": self._source(case), "parts": verified.parts, "digest": digest}
         self.note(record)
         self._finished[relative] = record
 
@@ -132,87 +133,60 @@ class OutputFolder(OwnFolder):
         return digest.hexdigest()
 
 
-class VerifiedSink:
-    """Writes parts to a sink and computes their digest."""
-
-    def __init__(self, sink: ArraySink) -> None:
-        self._sink, self.parts = sink, list[list[list[int]]]()
-        self.digest = hashlib.blake2b(digest_size=16)
-
-    def write(self, rows: slice, block: Array) -> None:
-        """Store some rows, along the row axis of the array."""
-        block = np.ascontiguousarray(block, self._sink.dtype)
-        bounds = [[0, size] for size in self._sink.shape]
-        bounds[self._sink.row_axis] = [rows.start, rows.stop]
-        self.parts.append(bounds)
-        self.digest.update(block.tobytes())
-        self._sink.write(tuple(slice(*bound) for bound in bounds), block)
+def score_path(case: Case) -> str:
+    """Where the scores of a case go, relative to the output folder."""
+    if not isinstance(case.source, DiskCase):
+        return f"probs/{file_name(case.id)}.npy"
+    name = file_name(case.id) + case.source.suffix
+    return name if case.source.config.layout == "nnunet" else f"probs/{name}"
 
 
-class ScoreWriter:
-    """Writes calibrated scores in the format, geometry and layout of their input."""
+def write_scores(
+    output: OutputFolder, case: Case, pieces: Iterable[tuple[slice, Tensor]], dtype: torch.dtype = torch.float32
+) -> None:
+    """Write the probabilities of a case in the format, geometry and layout of its input.
 
-    def __init__(self, output: OutputFolder, kind: Kind) -> None:
-        self.output, self.kind = output, kind
-
-    def path(self, case: Case) -> str:
-        """Where the scores of a case go, relative to the output folder."""
-        if not isinstance(case.source, DiskCase):
-            return f"{self.kind}/{file_name(case.id)}.npy"
-        name = file_name(case.id) + case.source.suffix
-        return name if case.source.config.layout == "nnunet" else f"{self.kind}/{name}"
-
-    def write(self, case: Case, pieces: Iterable[tuple[slice, Tensor]], dtype: torch.dtype = torch.float32) -> None:
-        """Write a case, given as rows and their log-probabilities ``(N, C, rows, ...)``, as scores of this kind."""
-        self.output.require_one(case)
-        multilabel = self.output.multilabel
-        disk = case.source if isinstance(case.source, DiskCase) else None
-        stored = disk.members[0] if disk else None
-        batch, classes, *spatial = case.shape
-        shape = stored.file.shape if stored else (batch if multilabel else classes, *spatial)
-        reverse, squeeze = (stored.reverse, stored.squeeze) if stored else (False, False)
-        axis = len(shape) - 1 if reverse else 1 + squeeze
-        key, geometry = (stored.file.key or self.kind, stored.file.geometry) if stored else (self.kind, None)
-        if disk and disk.config.layout == "nnunet":
-            self._copy_sidecars(disk)
-        with self.output.array(
-            self.path(case), shape, _NUMPY[dtype], case=case, row_axis=axis, key=key, geometry=geometry
-        ) as sink:
-            for rows, log_probs in pieces:
-                scores = _stored_scores(log_probs, self.kind, dtype, multilabel)
-                if disk and self.kind == "probs" and (outside := disk.exterior(rows)) is not None:
-                    # Padding stays exactly as it was, so that readers of the file recognise it.
-                    scores[:, torch.from_numpy(outside)] = 0
-                    scores[0, torch.from_numpy(outside)] = 0 if multilabel else 1
-                block = scores.cpu().numpy()
-                if reverse:
-                    block = block.transpose(0, *reversed(range(1, block.ndim)))
-                if squeeze:
-                    block = block[:, None]
-                sink.write(rows, block)
-
-    def _copy_sidecars(self, source: DiskCase) -> None:
-        folder = source.files.members[0].parent
-        for near in (folder, folder.parent, folder.parent.parent):
-            for name in _NNUNET_FILES:
-                if (near / name).is_file() and not (self.output.folder / name).exists():
-                    self.output.copy(near / name, name)
-        sidecar = folder / f"{source.id}.pkl"
-        if sidecar.is_file():
-            self.output.copy(sidecar, sidecar.name)
+    The pieces are rows and their log-probabilities ``(N, C, rows, ...)``.
+    """
+    output.require_one(case)
+    batch, classes, *spatial = case.shape
+    spec = ArraySpec((batch if output.multilabel else classes, *spatial), _NUMPY[dtype], row_axis=1, key="probs")
+    disk = case.source if isinstance(case.source, DiskCase) else None
+    if disk:
+        like, file = disk.members[0], disk.members[0].file
+        spec = ArraySpec(file.shape, spec.dtype, like.row_axis, file.key or spec.key, file.geometry)
+        if disk.config.layout == "nnunet":
+            _copy_sidecars(output, disk)
+    with output.array(score_path(case), case, spec) as write:
+        for rows, log_probs in pieces:
+            scores = _probabilities(log_probs, dtype, output.multilabel)
+            if disk and (outside := disk.exterior(rows)) is not None:
+                # Padding stays exactly as it was, so that readers of the file recognise it.
+                scores[:, torch.from_numpy(outside)] = 0
+                scores[0, torch.from_numpy(outside)] = 0 if output.multilabel else 1
+            write(rows, like.as_stored(scores.cpu().numpy()) if disk else scores.cpu().numpy())
 
 
-def _stored_scores(log_probs: Tensor, kind: Kind, dtype: torch.dtype, multilabel: bool) -> Tensor:
-    """Scores ``(channels, rows, ...)`` of this kind and type. No argmax changes by the exponential or by rounding."""
+def _copy_sidecars(output: OutputFolder, source: DiskCase) -> None:
+    folder = source.files.members[0].parent
+    for near in (folder, folder.parent, folder.parent.parent):
+        for name in _NNUNET_FILES:
+            if (near / name).is_file() and not (output.folder / name).exists():
+                output.copy(near / name, name)
+    sidecar = folder / f"{source.id}.pkl"
+    if sidecar.is_file():
+        output.copy(sidecar, sidecar.name)
+
+
+def _probabilities(log_probs: Tensor, dtype: torch.dtype, multilabel: bool) -> Tensor:
+    """Probabilities ``(channels, rows, ...)``. No argmax changes by the exponential or by rounding."""
     winner = log_probs.argmax(1)
     if not multilabel:
-        mapped = log_probs.exp() if kind == "probs" else log_probs
-        return keep_argmax(mapped.to(dtype), winner)[0]
-    difference = log_probs[:, 1] - log_probs[:, 0]
-    scores = (difference.sigmoid() if kind == "probs" else difference).to(dtype)
-    middle = torch.full_like(scores, 0.5 if kind == "probs" else 0.0)
-    above = torch.nextafter(middle, torch.ones_like(middle))
-    return torch.where(winner == 1, torch.maximum(scores, above), torch.minimum(scores, middle))
+        return keep_argmax(log_probs.exp().to(dtype), winner)[0]
+    inside = (log_probs[:, 1] - log_probs[:, 0]).sigmoid().to(dtype)
+    half = torch.full_like(inside, 0.5)
+    above = torch.nextafter(half, torch.ones_like(half))
+    return torch.where(winner == 1, torch.maximum(inside, above), torch.minimum(inside, half))
 
 
 def _digest(path: Path, parts: list[list[list[int]]]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
 from segcal.cases.config import CONFIG_NAME, background_line
-from segcal.cases.formats import SCORE_FORMATS
+from segcal.cases.formats import SCORE_FORMATS, Array, ArraySpec
 from segcal.cases.output import OutputFolder
 from segcal.cases.toml import toml_text, toml_texts
 from segcal.errors import DataError, InputError, check_name
@@ -70,7 +70,7 @@ def write_dataset(
     started = time.perf_counter()
     spacing: dict[str, tuple[float, ...]] = {}
     report = PackReport(cases=len(cases))
-    label_type = _LabelType.of(cases, format)
+    label_type, ignored = _label_type(cases, format)
     settings = {"dtype": dtype, "format": format, "classes": cases.num_classes, "ignore_index": cases.ignore_index}
     with OutputFolder(Path(folder), cases, DATASET, settings=settings, resume=resume) as output:
         for case in cases:
@@ -82,13 +82,13 @@ def write_dataset(
                 report.skipped += 1
                 continue
             output.require_one(case)
-            labels = label_type.stored(case, cases.num_classes)
-            _write_extras(output, case, name)
-            _write_scores(output, case, name, dtype, report, multilabel=output.multilabel)
-            array = (labels if output.multilabel else labels[0]).numpy()
-            axis = int(output.multilabel)
-            _write_whole(output, f"labels/{name}", array, label_type.dtype, case, "labels", row_axis=axis)
-        output.text(CONFIG_NAME, _describe(cases, spacing, label_type.ignore_index))
+            labels = _stored_labels(case, cases.num_classes, ignored)
+            _write_scores(output, case, name, dtype, report)
+            # Labels come last: a case that has them is complete.
+            arrays = [*_extras(case), ("labels", "labels", labels if output.multilabel else labels[0], label_type)]
+            for place, key, array, type in arrays:
+                _write_whole(output, case, f"{place}/{name}", key, array.numpy(), type)
+        output.text(CONFIG_NAME, _describe(cases, spacing, ignored))
     report.bytes = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
     report.seconds = time.perf_counter() - started
     for name in ("nll_input", "nll_stored"):  # sums until now
@@ -103,15 +103,13 @@ def _finished(output: OutputFolder, case: Case, name: str) -> bool:
     return all(output.finished(file, case) for file in (*needed, *filter(output.recorded, extras)))
 
 
-def _write_scores(
-    output: OutputFolder, case: Case, name: str, dtype: StoredType, report: PackReport, *, multilabel: bool
-) -> None:
+def _write_scores(output: OutputFolder, case: Case, name: str, dtype: StoredType, report: PackReport) -> None:
     batch, classes, *spatial = case.shape
-    shape = (batch if multilabel else classes, *spatial)
-    with output.array(f"logits/{name}", shape, dtype, case=case, row_axis=1, key="logits") as sink:
+    spec = ArraySpec((batch if output.multilabel else classes, *spatial), dtype, row_axis=1, key="logits")
+    with output.array(f"logits/{name}", case, spec) as write:
         for chunk in case.chunks():
             logits = chunk.logits
-            if multilabel:  # Each two-class problem is stored as one sigmoid logit.
+            if output.multilabel:  # Each two-class problem is stored as one sigmoid logit.
                 difference = logits[:, 1] - logits[:, 0]
                 logits = torch.stack((torch.zeros_like(difference), difference), 1)
             stored = round_keeping_argmax(logits, getattr(torch, dtype))
@@ -119,70 +117,61 @@ def _write_scores(
             report.voxels += int(valid.sum())
             report.nll_input += _nll(logits, chunk.labels, valid)
             report.nll_stored += _nll(stored, chunk.labels, valid)
-            block = stored[:, 1] if multilabel else stored[0]
-            sink.write(chunk.rows, block.numpy())
+            write(chunk.rows, (stored[:, 1] if output.multilabel else stored[0]).numpy())
 
 
 def _nll(logits: Tensor, labels: Tensor, valid: Tensor) -> float:
     """Sum of the negative log-likelihood over the valid voxels."""
-    log_probs = torch.log_softmax(logits.float(), 1)
-    picked = log_probs.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
-    return float(-torch.where(valid, picked, 0.0).sum(dtype=torch.float64))
+    nll = torch.nn.functional.cross_entropy(
+        logits.float(), labels.where(valid, -100), ignore_index=-100, reduction="none"
+    )
+    return float(nll.sum(dtype=torch.float64))
 
 
-class _LabelType(NamedTuple):
-    """How labels are stored: the type, and the label of ignored voxels."""
+def _label_type(cases: CaseSet, format: str) -> tuple[DTypeLike, int]:
+    """The smallest type that holds all labels, and the ignored label, replaced if the format cannot hold it."""
+    widest = np.iinfo(SCORE_FORMATS[format].widest_label)
+    ignored, highest = cases.ignore_index, cases.num_classes - 1
+    if not widest.min <= ignored <= widest.max:
+        ignored = 255 if highest < 255 else -1
+    fitting = (
+        dtype
+        for dtype in (np.uint8, np.int16, np.int32, np.int64)
+        if np.iinfo(dtype).min <= min(0, ignored) and max(highest, ignored) <= np.iinfo(dtype).max
+    )
+    return next(fitting), ignored
 
-    dtype: DTypeLike
-    ignore_index: int
 
-    @classmethod
-    def of(cls, cases: CaseSet, format: str) -> _LabelType:
-        """The smallest type that holds all labels. An ignored label that the format cannot hold is replaced."""
-        widest = np.iinfo(SCORE_FORMATS[format].widest_label)
-        ignored, highest = cases.ignore_index, cases.num_classes - 1
-        if not widest.min <= ignored <= widest.max:
-            ignored = 255 if highest < 255 else -1
-        fitting = (
-            dtype
-            for dtype in (np.uint8, np.int16, np.int32, np.int64)
-            if np.iinfo(dtype).min <= min(0, ignored) and max(highest, ignored) <= np.iinfo(dtype).max
+def _stored_labels(case: Case, num_classes: int, ignored: int) -> Tensor:
+    """The labels of a case as they are stored. Labels of no class are allowed where the mask excludes them."""
+    labels, valid = case.labels, case.valid
+    unknown = (labels < 0) | (labels >= num_classes)
+    if bool((wrong := unknown & valid).any()):
+        raise DataError(
+            f"label {int(labels[wrong][0])} at {int(wrong.sum())} voxels",
+            case=case.id,
+            expected=f"0..{num_classes - 1}, or {case.ignore_index} to ignore",
         )
-        return cls(next(fitting), ignored)
-
-    def stored(self, case: Case, num_classes: int) -> Tensor:
-        """The labels of a case as they are stored. Labels of no class are allowed where the mask excludes them."""
-        labels, valid = case.labels, case.valid
-        unknown = (labels < 0) | (labels >= num_classes)
-        if bool((wrong := unknown & valid).any()):
-            raise DataError(
-                f"label {int(labels[wrong][0])} at {int(wrong.sum())} voxels",
-                case=case.id,
-                expected=f"0..{num_classes - 1}, or {case.ignore_index} to ignore",
-            )
-        return labels.masked_fill(unknown | (labels == case.ignore_index), self.ignore_index)
+    return labels.masked_fill(unknown | (labels == case.ignore_index), ignored)
 
 
-def _write_extras(output: OutputFolder, case: Case, name: str) -> None:
+def _extras(case: Case) -> Iterator[tuple[str, str, Tensor, DTypeLike]]:
+    """Folder, name, values and type of the arrays that a case has besides scores and labels."""
     if case.mask is not None:
-        _write_whole(output, f"masks/{name}", case.mask[0].numpy(), np.bool_, case, "mask", row_axis=0)
+        yield "masks", "mask", case.mask[0], np.bool_
     if case.image is not None:
-        image = case.image[0].numpy()
-        small = image.astype(np.uint8) if image.size and image.min() >= 0 and image.max() <= 255 else None
-        exact = small is not None and np.array_equal(small, image)
-        _write_whole(output, f"images/{name}", image, np.uint8 if exact else np.float32, case, "image", row_axis=1)
+        image = case.image[0]
+        small = bool(image.numel()) and bool((image.clamp(0, 255).byte() == image).all())
+        yield "images", "image", image, np.uint8 if small else np.float32
     if case.posterior is not None:
-        posterior = case.posterior[0].numpy()
-        _write_whole(output, f"posteriors/{name}", posterior, np.float32, case, "posterior", row_axis=1)
+        yield "posteriors", "posterior", case.posterior[0], np.float32
 
 
-def _write_whole(
-    output: OutputFolder, relative: str, array: Any, dtype: DTypeLike, case: Case, key: str, *, row_axis: int
-) -> None:
-    with output.array(relative, array.shape, dtype, case=case, row_axis=row_axis, key=key) as sink:
-        for rows in row_slices((1, 1, *array.shape[row_axis:])):
-            index = (*(slice(None),) * row_axis, rows)
-            sink.write(rows, array[index])
+def _write_whole(output: OutputFolder, case: Case, relative: str, key: str, array: Array, dtype: DTypeLike) -> None:
+    axis = array.ndim - len(case.shape[2:])  # Channels, if there are any, come first.
+    with output.array(relative, case, ArraySpec(array.shape, dtype, axis, key)) as write:
+        for rows in row_slices((1, 1, *array.shape[axis:])):
+            write(rows, array[(slice(None),) * axis + (rows,)])
 
 
 def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], ignored: int) -> str:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators import Calibrator
-from segcal.cases import CaseSet, OutputFolder, ScoreWriter
+from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes, score_pieces
+from segcal.cases.formats import ArraySpec
+from segcal.cases.output import OutputFolder, score_path, write_scores
 from segcal.errors import SegcalError
 from segcal.files.atomic import file_name
 from segcal.types import Case
@@ -62,15 +64,14 @@ def apply(
     settings = {"calibrator": digest, "dtype": str(dtype)}
     report = ApplyReport()
     with OutputFolder(Path(folder), cases, "calibrated scores", settings=settings, resume=resume) as output:
-        writer = ScoreWriter(output, "probs")
         for case in cases:
             progress(case.id)
             map_path = f"confidence/{file_name(case.id)}.npy"
-            if output.finished(writer.path(case), case) and (not confidence or output.finished(map_path, case)):
+            if output.finished(score_path(case), case) and (not confidence or output.finished(map_path, case)):
                 report.skipped += 1
                 continue
             try:
-                writer.write(case, _counted_pieces(calibrator, case, report), dtype)
+                write_scores(output, case, _counted_pieces(calibrator, case, report), dtype)
                 if confidence:
                     _write_confidence(calibrator, case, output, map_path)
             except SegcalError as error:
@@ -90,8 +91,8 @@ def _counted_pieces(calibrator: Calibrator, case: Case, report: ApplyReport) -> 
 
 def _write_confidence(calibrator: Calibrator, case: Case, output: OutputFolder, path: str) -> None:
     batch, _, *spatial = case.shape
-    shape = (batch, *spatial) if batch > 1 else spatial
-    with output.array(path, shape, "float32", case=case, row_axis=int(batch > 1)) as sink:
+    spec = ArraySpec((batch, *spatial) if batch > 1 else spatial, "float32", row_axis=int(batch > 1))
+    with output.array(path, case, spec) as write:
         for rows, log_probs in score_pieces(case, calibrator):
             confidence = log_probs.amax(1).exp().numpy()
-            sink.write(rows, confidence if batch > 1 else confidence[0])
+            write(rows, confidence if batch > 1 else confidence[0])

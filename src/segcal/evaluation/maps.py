@@ -16,7 +16,7 @@ from torch import Tensor
 from segcal.cases.calibrated import AnyCalibrator, case_scores, check_classes
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
-from segcal.cases.formats import Geometry, open_array
+from segcal.cases.formats import ArraySpec, Geometry, open_array
 from segcal.cases.output import OutputFolder
 from segcal.errors import InputError, SegcalError
 from segcal.files.atomic import file_name
@@ -150,8 +150,8 @@ def write_maps(
                     array = array.astype(np.min_scalar_type(case.shape[1] - 1))
                 shown = array[0] if len(array) == 1 else array
                 path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
-                with output.array(path, shown.shape, shown.dtype, case=case, row_axis=0, geometry=geometry) as sink:
-                    sink.write(slice(0, len(shown)), shown)
+                with output.array(path, case, ArraySpec(shown.shape, shown.dtype, geometry=geometry)) as write:
+                    write(slice(0, len(shown)), shown)
             del case  # Otherwise it would stay in memory while the next one is read.
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from segcal.cases.config import CONFIG_NAME, background_line
-from segcal.cases.formats import create_array
+from segcal.cases.formats import ArraySpec, create_array
 from segcal.cases.splits import by_group
 from segcal.cases.toml import toml_text, toml_texts
 from segcal.errors import DataError, InputError, SegcalError, check_seed, check_whole
@@ -144,7 +144,7 @@ def _write(
         if names is not None and highest >= len(names):
             raise DataError(f"label {highest}", case=scan.name, expected=f"0..{len(names) - 1}, or {ignored} to ignore")
         for kind, array in (("images", image), ("labels", labels)):
-            with create_array(folder / kind / f"{scan.name}.npy", array.shape, array.dtype, row_axis=0) as sink:
+            with create_array(folder / kind / f"{scan.name}.npy", ArraySpec(array.shape, array.dtype)) as sink:
                 sink.write((slice(None),) * array.ndim, array)
     classes = len(names) if names is not None else highest + 1
     count = len(by_group(sorted(chosen), groups)) if volumes else len(kept)

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from numpy.typing import DTypeLike
-
 from segcal.cases.formats.arrays import NPY, NPZ
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Format, Geometry, Index, Stored, reading
+from segcal.cases.formats.base import Array, ArrayFile, ArraySink, ArraySpec, Format, Geometry, reading
 from segcal.cases.formats.hdf5 import HDF5
 from segcal.cases.formats.nifti import NIFTI, NIFTI_GZ
 from segcal.cases.formats.png import PNG
@@ -23,11 +21,9 @@ __all__ = [
     "SCORE_FORMATS",
     "Array",
     "ArrayFile",
-    "ArraySink",
+    "ArraySpec",
     "Format",
     "Geometry",
-    "Index",
-    "Stored",
     "create_array",
     "format_of",
     "open_array",
@@ -77,24 +73,15 @@ def open_array(path: Path, *, key: str | None = None, usual: Sequence[str] = ())
 
 
 @contextmanager
-def create_array(
-    path: Path,
-    shape: Sequence[int],
-    dtype: DTypeLike,
-    *,
-    row_axis: int,
-    key: str = "array",
-    geometry: Geometry | None = None,
-    replace: bool = False,
-) -> Iterator[ArraySink]:
+def create_array(path: Path, spec: ArraySpec, *, replace: bool = False) -> Iterator[ArraySink]:
     """Write an array under a temporary name. The file appears under its own name once it is complete, or not at all.
 
-    It is best written in parts of whole rows along ``row_axis``. A zarr store is a folder; with ``replace`` it takes
-    the place of an earlier one.
+    It is best written in parts of whole rows along ``spec.row_axis``. A zarr store is a folder; with ``replace`` it
+    takes the place of an earlier one.
     """
     format = _known(path, OutputError)
     with atomic_path(path, folder=format.folder, replace=replace) as temporary:
-        sink = format.writer(temporary, shape, dtype, row_axis, key, geometry)
+        sink = format.writer(temporary, spec)
         yield sink
         sink.close()
 

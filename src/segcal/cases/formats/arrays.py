@@ -12,20 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.lib import format as npy_format
 
-from segcal.cases.formats.base import (
-    DEFLATE_RATIO,
-    Array,
-    ArrayFile,
-    ArraySink,
-    Format,
-    Index,
-    WholeFile,
-    WholeSink,
-    pick_key,
-    pickled,
-    read_to_end,
-    require_length,
-)
+from segcal.cases.formats import base
 from segcal.errors import DataError
 from segcal.files.atomic import reserve
 
@@ -33,7 +20,7 @@ from segcal.files.atomic import reserve
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Shape, whether the first axis varies fastest, and type; leaves the file at the first value."""
     if file.peek(1)[:1] == pickle.PROTO:
-        raise pickled()
+        raise base.pickled()
     version = npy_format.read_magic(file)
     read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
     shape, fortran, dtype = read(file)
@@ -42,7 +29,7 @@ def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return shape, fortran, dtype
 
 
-class NpyFile(ArrayFile):
+class NpyFile(base.ArrayFile):
     """A memory-mapped npy file."""
 
     sliceable = True
@@ -53,16 +40,16 @@ class NpyFile(ArrayFile):
             self._offset = file.tell()
             self._order: Literal["F", "C"] = "F" if fortran else "C"
         super().__init__(path, shape, dtype)
-        require_length(self._offset + math.prod(shape) * dtype.itemsize, path.stat().st_size, exactly=True)
+        base.require_length(self._offset + math.prod(shape) * dtype.itemsize, path.stat().st_size, exactly=True)
 
-    def _read(self, index: Index) -> Array:
+    def _read(self, index: base.Index) -> base.Array:
         # Mapped again for each part: the pages of a long-lived map would add up in resident memory. Mapped
         # copy-on-write because torch warns about read-only arrays.
-        mapped: Array = np.memmap(self.path, self.dtype, "c", self._offset, self.shape, self._order)
+        mapped: base.Array = np.memmap(self.path, self.dtype, "c", self._offset, self.shape, self._order)
         return np.asarray(mapped)[index]
 
 
-class NpySink(ArraySink):
+class NpySink(base.ArraySink):
     """Writes an npy file in parts."""
 
     def _begin(self) -> None:
@@ -71,36 +58,36 @@ class NpySink(ArraySink):
             npy_format.write_array_header_1_0(file, header)
             reserve(file, math.prod(self.shape) * self.dtype.itemsize)
 
-    def write(self, index: Index, block: Array) -> None:
+    def write(self, index: base.Index, block: base.Array) -> None:
         """Store a part; mapped again each time, as in ``NpyFile``."""
         npy_format.open_memmap(self.path, mode="r+")[index] = block
 
 
-class NpzFile(WholeFile):
+class NpzFile(base.WholeFile):
     """One array of an npz archive, with the checksum of zip verified."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         with zipfile.ZipFile(path) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
-            self.key = pick_key(names, key, usual)
+            self.key = base.pick_key(names, key, usual)
             info = archive.getinfo(self.key + ".npy")
             with archive.open(info) as member:
                 shape, _, dtype = _read_header(member)
                 offset = member.tell()
         super().__init__(path, shape, dtype)
-        require_length(offset + math.prod(shape) * self.dtype.itemsize, info.file_size, exactly=True)
+        base.require_length(offset + math.prod(shape) * self.dtype.itemsize, info.file_size, exactly=True)
         if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            require_length(info.file_size, DEFLATE_RATIO * path.stat().st_size)
+            base.require_length(info.file_size, base.DEFLATE_RATIO * path.stat().st_size)
 
-    def _decode(self) -> Array:
+    def _decode(self) -> base.Array:
         assert self.key is not None
         with zipfile.ZipFile(self.path) as archive, archive.open(self.key + ".npy") as member:
             shape, fortran, dtype = _read_header(member)
-            values = read_to_end(member, math.prod(shape) * dtype.itemsize).view(dtype)
+            values = base.read_to_end(member, math.prod(shape) * dtype.itemsize).view(dtype)
         return values.reshape(shape, order="F" if fortran else "C")
 
 
-class NpzSink(WholeSink):
+class NpzSink(base.WholeSink):
     """Writes one array as a compressed npz archive, as nnU-Net does."""
 
     def close(self) -> None:
@@ -109,5 +96,5 @@ class NpzSink(WholeSink):
             np.savez_compressed(file, **{self.key: self.array})  # type: ignore[arg-type]
 
 
-NPY = Format((".npy",), NpyFile, NpySink)
-NPZ = Format((".npz",), NpzFile, NpzSink)
+NPY = base.Format((".npy",), NpyFile, NpySink)
+NPZ = base.Format((".npz",), NpzFile, NpzSink)

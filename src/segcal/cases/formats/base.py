@@ -38,11 +38,22 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class ArraySpec:
+    """An array to be written part by part."""
+
+    shape: Sequence[int]
+    dtype: DTypeLike
+    row_axis: int = 0  # the axis along which parts are written
+    key: str = "array"  # its name, in formats that name arrays
+    geometry: Geometry | None = None  # where it lies in space, in formats that say so
+
+
+@dataclass(frozen=True)
 class Stored:
     """How many chunks of an array are on disk, and what a chunk that is not there means."""
 
-    chunks: int
-    there: int
+    chunks: int = 1
+    there: int = 1
     fill: float = 0  # the value that missing chunks read as
     sparse: bool = False  # whether a chunk may be missing because it holds nothing but ``fill``
 
@@ -76,20 +87,12 @@ class ArrayFile(ABC):
     @abstractmethod
     def _read(self, index: Index) -> Array: ...
 
-    def stored(self) -> Stored | None:
-        """Which chunks are on disk; None for formats without chunks. A store that lost some can still be opened."""
-        with reading(self.path):
-            return self._stored()
-
-    def _stored(self) -> Stored | None:
-        return None
+    def stored(self) -> Stored:
+        """Which chunks are on disk. A store that lost some can still be opened; other formats have one chunk."""
+        return Stored()
 
     def holds_fill(self) -> bool:
         """Whether some stored chunk holds nothing but the fill value."""
-        with reading(self.path):
-            return self._holds_fill()
-
-    def _holds_fill(self) -> bool:
         return False
 
     def forget(self) -> None:  # noqa: B027 - only files decoded as a whole keep anything
@@ -128,18 +131,12 @@ class ArraySink(ABC):
 
     Args:
         path: The file to write.
-        shape: The shape of the whole array.
-        dtype: Its type.
-        row_axis: The axis along which parts are written.
-        key: The name of the array, in formats that name arrays.
-        geometry: Where the array lies in space, in formats that say so.
+        spec: The whole array.
     """
 
-    def __init__(
-        self, path: Path, shape: Sequence[int], dtype: DTypeLike, row_axis: int, key: str, geometry: Geometry | None
-    ) -> None:
-        self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
-        self.row_axis, self.key, self.geometry = row_axis, key, geometry
+    def __init__(self, path: Path, spec: ArraySpec) -> None:
+        self.path, self.shape, self.dtype = path, tuple(spec.shape), np.dtype(spec.dtype)
+        self.row_axis, self.key, self.geometry = spec.row_axis, spec.key, spec.geometry
         self._begin()
 
     @abstractmethod

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Format, Index, Stored, pick_key, require_length
+from segcal.cases.formats import base
 from segcal.files.atomic import reserve
 
 
-class H5File(ArrayFile):
+class H5File(base.ArrayFile):
     """A dataset of an HDF5 file, opened for each read so that no handle stays behind."""
 
     sliceable = True
@@ -21,32 +21,32 @@ class H5File(ArrayFile):
         with HDF5.import_library().File(path, "r") as file:
             names: list[str] = []
             file.visititems(lambda name, node: names.append(name) if hasattr(node, "dtype") else None)
-            self.key = pick_key(names, key, usual)
+            self.key = base.pick_key(names, key, usual)
             data = file[self.key]
             shape, dtype, self.chunk = data.shape, data.dtype, data.chunks
             contiguous_end = (data.id.get_offset() or 0) + (0 if data.chunks else data.id.get_storage_size())
         super().__init__(path, shape, dtype)
-        require_length(contiguous_end, path.stat().st_size)
+        base.require_length(contiguous_end, path.stat().st_size)
 
-    def _stored(self) -> Stored:
+    def stored(self) -> base.Stored:
         """Which chunks are on disk. HDF5 stores every chunk that was written."""
-        with HDF5.import_library().File(self.path, "r") as file:
+        with base.reading(self.path), HDF5.import_library().File(self.path, "r") as file:
             data = file[self.key]
             if data.is_virtual:  # It refers to other files, and a missing one reads as the fill value.
                 sources = {source.file_name for source in data.virtual_sources()}
                 there = [name for name in sources if name == "." or (self.path.parent / name).is_file()]
-                return Stored(len(sources), len(there))
+                return base.Stored(len(sources), len(there))
             if data.chunks is None:
-                return Stored(1, int(data.id.get_storage_size() > 0))
+                return base.Stored(1, int(data.id.get_storage_size() > 0))
             wanted = math.prod(-(-size // chunk) for size, chunk in zip(data.shape, data.chunks, strict=True))
-            return Stored(wanted, data.id.get_num_chunks(), data.fillvalue.item())
+            return base.Stored(wanted, data.id.get_num_chunks(), data.fillvalue.item())
 
-    def _read(self, index: Index) -> Array:
+    def _read(self, index: base.Index) -> base.Array:
         with HDF5.import_library().File(self.path, "r") as file:
             return np.asarray(file[self.key][index])
 
 
-class H5Sink(ArraySink):
+class H5Sink(base.ArraySink):
     """Writes one HDF5 dataset in parts."""
 
     def _begin(self) -> None:
@@ -64,7 +64,7 @@ class H5Sink(ArraySink):
         self._file = h5py.File(self.path, "r+")
         self._data = self._file[self.key]
 
-    def write(self, index: Index, block: Array) -> None:
+    def write(self, index: base.Index, block: base.Array) -> None:
         """Store a part."""
         self._data[index] = block
 
@@ -73,4 +73,4 @@ class H5Sink(ArraySink):
         self._file.close()
 
 
-HDF5 = Format((".h5", ".hdf5"), H5File, H5Sink, library="h5py", extra="h5")
+HDF5 = base.Format((".h5", ".hdf5"), H5File, H5Sink, library="h5py", extra="h5")

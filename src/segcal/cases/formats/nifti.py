@@ -7,61 +7,45 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from segcal.cases.formats.base import (
-    DEFLATE_RATIO,
-    Array,
-    Format,
-    Geometry,
-    Index,
-    WholeFile,
-    WholeSink,
-    read_to_end,
-    require_length,
-)
+from segcal.cases.formats import base
 
 
-class NiftiFile(WholeFile):
+class NiftiFile(base.WholeFile):
     """A NIfTI file. Uncompressed ones are read in parts, compressed ones as a whole, with their checksum verified."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         self._image = NIFTI.import_library().load(path)
-        super().__init__(path, self._image.shape[::-1], _stored_dtype(self._image))
-        self.sliceable = path.suffix.lower() == ".nii"
         stored, length = self._image.dataobj, path.stat().st_size
+        scaled = (stored.slope, stored.inter) != (1, 0)  # by the header, to float64
+        super().__init__(path, self._image.shape[::-1], np.float64 if scaled else self._image.get_data_dtype())
+        self.sliceable = path.suffix.lower() == ".nii"
         self._bytes = math.prod(self.shape) * np.dtype(stored.dtype).itemsize
-        require_length(stored.offset + self._bytes, length if self.sliceable else DEFLATE_RATIO * length)
+        base.require_length(stored.offset + self._bytes, length if self.sliceable else base.DEFLATE_RATIO * length)
         header = self._image.header
-        self.geometry = Geometry(self._image.affine, tuple(float(zoom) for zoom in header.get_zooms()), header.copy())
+        self.geometry = base.Geometry(self._image.affine, tuple(map(float, header.get_zooms())), header.copy())
 
-    def _read(self, index: Index) -> Array:
+    def _read(self, index: base.Index) -> base.Array:
         if self.sliceable:
-            part: Array = np.asarray(self._image.dataobj[index[::-1]], dtype=self.dtype).T
+            part: base.Array = np.asarray(self._image.dataobj[index[::-1]], dtype=self.dtype).T
             return part
         return super()._read(index)
 
-    def _decode(self) -> Array:
+    def _decode(self) -> base.Array:
         # nibabel stops reading at the last voxel, before the checksum.
         apply_scaling = NIFTI.import_library().volumeutils.apply_read_scaling
         stored = self._image.dataobj
         with gzip.open(self.path) as stream:
             stream.seek(stored.offset)
-            values = read_to_end(stream, self._bytes).view(stored.dtype).reshape(stored.shape, order="F")
+            values = base.read_to_end(stream, self._bytes).view(stored.dtype).reshape(stored.shape, order="F")
         scaled = apply_scaling(values, np.float64(stored.slope), np.float64(stored.inter))
-        array: Array = scaled.astype(self.dtype, copy=False).T
+        array: base.Array = scaled.astype(self.dtype, copy=False).T
         return array
 
 
-def _stored_dtype(image: Any) -> np.dtype[Any]:
-    """The file's own type, or float64 where the header scales the values."""
-    slope, intercept = image.dataobj.slope, image.dataobj.inter
-    return np.dtype(image.get_data_dtype()) if (slope, intercept) == (1, 0) else np.dtype(np.float64)
-
-
-class NiftiSink(WholeSink):
+class NiftiSink(base.WholeSink):
     """Writes a NIfTI file with the geometry of another one, or with unit spacing if there is none."""
 
     def _begin(self) -> None:
@@ -77,7 +61,7 @@ class NiftiSink(WholeSink):
         image.to_filename(self.path)
 
 
-NIFTI_GZ = Format(
+NIFTI_GZ = base.Format(
     (".nii.gz",),
     NiftiFile,
     NiftiSink,

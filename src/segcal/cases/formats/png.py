@@ -6,67 +6,51 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from segcal.cases.formats.base import DEFLATE_RATIO, Array, Format, WholeFile, WholeSink, damaged, require_length
+from segcal.cases.formats import base
 from segcal.errors import DataError, OutputError
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Pillow multiplies grey values of 2 and 4 bits by these factors, to fill the range 0..255.
 _STRETCHED = {2: 85, 4: 17}
+# Colour types (0 grey, 2 RGB, 3 palette, 4 grey with alpha, 6 RGB with alpha): channels, and possible bits of each.
+_COLOURS = {0: (1, (1, 2, 4, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 2, 4, 8)), 4: (2, (8, 16)), 6: (4, (8, 16))}
 
 
-class _PngHeader(NamedTuple):
-    width: int
-    height: int
-    depth: int  # bits per sample
-    colour: int  # 0 grey, 2 RGB, 3 palette, 4 grey with alpha, 6 RGB with alpha
-
-    @property
-    def stretched(self) -> int:
-        """The factor by which Pillow multiplies the stored values."""
-        return _STRETCHED.get(self.depth, 1) if self.colour == 0 else 1
-
-
-class PngFile(WholeFile):
+class PngFile(base.WholeFile):
     """A PNG: a label map, a mask or an image, with the values as stored. Palette images give their indices."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         with path.open("rb") as file:
-            self._header = _png_header(file.read(26))
-        width, height, depth, colour = self._header
-        bands = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+            start = file.read(26)
+        if start[:8] != _PNG_SIGNATURE or start[12:16] != b"IHDR":
+            raise DataError("is not a PNG", expected="a file as its name says")
+        width, height, depth, colour = struct.unpack(">IIBB", start[16:26])
+        bands, depths = _COLOURS.get(colour, (0, ()))
+        if depth not in depths:
+            raise DataError(f"colour type {colour} of {depth} bits", expected="one that PNG has")
         if depth == 16 and bands > 1:
             raise DataError(
                 "16-bit colours", expected="8-bit colours, or 16-bit grey", fix="save a tif or npy, which keep them"
             )
         dtype = np.bool_ if (depth, colour) == (1, 0) else np.uint16 if depth == 16 else np.uint8
+        self._factor = _STRETCHED.get(depth, 1) if colour == 0 else 1
         super().__init__(path, (bands, height, width) if bands > 1 else (height, width), dtype)
-        require_length(height * (width * bands * depth // 8), DEFLATE_RATIO * path.stat().st_size)
+        base.require_length(height * (width * bands * depth // 8), base.DEFLATE_RATIO * path.stat().st_size)
 
-    def _decode(self) -> Array:
+    def _decode(self) -> base.Array:
         _check_png(self.path)
         # Not Image.open, which refuses large images as possible decompression bombs: the size was checked already.
         with PngImageFile(self.path) as image:
             array = np.asarray(image)
-        if self._header.stretched > 1:
-            array = array // self._header.stretched
+        if self._factor > 1:
+            array = array // self._factor
         array = array.astype(self.dtype, copy=False)
         return np.moveaxis(array, -1, 0) if array.ndim == 3 else array
-
-
-def _png_header(start: bytes) -> _PngHeader:
-    if start[:8] != _PNG_SIGNATURE or start[12:16] != b"IHDR":
-        raise DataError("is not a PNG", expected="a file as its name says")
-    header = _PngHeader(*struct.unpack(">IIBB", start[16:26]))
-    depths = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
-    if header.depth not in depths.get(header.colour, ()):
-        raise DataError(f"colour type {header.colour} of {header.depth} bits", expected="one that PNG has")
-    return header
 
 
 def _check_png(path: Path) -> None:
@@ -75,16 +59,16 @@ def _check_png(path: Path) -> None:
     position, name = len(_PNG_SIGNATURE), b""
     while name != b"IEND":
         if position + 12 > len(data):
-            raise damaged("it is truncated")
+            raise base.damaged("it is truncated")
         (length,) = struct.unpack(">I", data[position : position + 4])
         checked = data[position + 4 : position + 8 + length]
         name = bytes(checked[:4])
         if data[position + 8 + length : position + 12 + length] != struct.pack(">I", zlib.crc32(checked)):
-            raise damaged(f"the checksum of its {name.decode('latin-1')!r} chunk is wrong")
+            raise base.damaged(f"the checksum of its {name.decode('latin-1')!r} chunk is wrong")
         position += 12 + length
 
 
-class PngSink(WholeSink):
+class PngSink(base.WholeSink):
     """Writes a label map, a mask or an RGB image as PNG."""
 
     def _begin(self) -> None:
@@ -103,4 +87,4 @@ class PngSink(WholeSink):
         Image.fromarray(array).save(self.path, "PNG")
 
 
-PNG = Format((".png",), PngFile, PngSink, scores=False, own_axes=True)
+PNG = base.Format((".png",), PngFile, PngSink, scores=False, own_axes=True)

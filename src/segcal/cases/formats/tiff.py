@@ -12,14 +12,14 @@ import tifffile
 from PIL import ImageSequence
 from PIL.TiffImagePlugin import TiffImageFile
 
-from segcal.cases.formats.base import DEFLATE_RATIO, Array, Format, WholeFile, WholeSink, damaged, require_length
+from segcal.cases.formats import base
 from segcal.errors import DataError
 
 # Codes of TIFF's compression tag.
 _UNCOMPRESSED, _DEFLATE = (1,), (8, 32946)
 
 
-class TiffFile(WholeFile):
+class TiffFile(base.WholeFile):
     """A TIFF of any rank: multi-page files are stacks."""
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
@@ -33,13 +33,13 @@ class TiffFile(WholeFile):
             # Pillow would invert images where white is zero, and stretch values of fewer than 8 bits.
             self._pillow_keeps = keyframe.photometric != 0 and keyframe.bitspersample in (8, 16, 32)
             if series.dataoffset is not None:
-                require_length(series.dataoffset + math.prod(shape) * dtype.itemsize, path.stat().st_size)
+                base.require_length(series.dataoffset + math.prod(shape) * dtype.itemsize, path.stat().st_size)
             else:
                 for page in series.pages:
                     _check_segments(page, path.stat().st_size)
         super().__init__(path, shape, dtype)
 
-    def _decode(self) -> Array:
+    def _decode(self) -> base.Array:
         try:
             with tifffile.TiffFile(self.path, _multifile=False) as tiff:
                 array = np.asarray(tiff.series[0].asarray())
@@ -49,7 +49,7 @@ class TiffFile(WholeFile):
             array = self._decode_pages()
         return np.moveaxis(array, -1, 0) if self._channels_last else array
 
-    def _decode_pages(self) -> Array:
+    def _decode_pages(self) -> base.Array:
         """Decode page by page with Pillow: for LZW and JPEG, tifffile needs a large package of its own."""
         with TiffImageFile(self.path) as image:
             array = np.stack([np.asarray(page) for page in ImageSequence.Iterator(image)])
@@ -69,7 +69,7 @@ def _check_chain(tiff: Any, length: int) -> None:
     seen: set[int] = set()
     while offset := _number(handle.read(layout.offsetsize), layout.byteorder, layout.offsetsize):
         if offset in seen or offset >= length:
-            raise damaged("its pages run in a circle" if offset in seen else "a page lies beyond its end")
+            raise base.damaged("its pages run in a circle" if offset in seen else "a page lies beyond its end")
         seen.add(offset)
         handle.seek(offset)
         tags = _number(handle.read(layout.tagnosize), layout.byteorder, layout.tagnosize)
@@ -78,25 +78,25 @@ def _check_chain(tiff: Any, length: int) -> None:
 
 
 def _number(data: bytes, order: str, size: int) -> int:
-    require_length(size, len(data))
+    base.require_length(size, len(data))
     return int.from_bytes(data, "big" if order == ">" else "little")
 
 
 def _check_segments(page: Any, length: int) -> None:
     """Raise if strips or tiles of a page are missing from the file: tifffile would read them as zeros."""
     if page is None or not all(page.databytecounts) or not page.databytecounts:
-        raise damaged("strips or tiles are missing")
+        raise base.damaged("strips or tiles are missing")
     ends = (start + count for start, count in zip(page.dataoffsets, page.databytecounts, strict=True))
-    require_length(max(ends), length)
+    base.require_length(max(ends), length)
     compression = page.keyframe.compression
     claimed = math.prod(page.shape) * np.dtype(page.dtype).itemsize
     if compression in _UNCOMPRESSED and page.keyframe.bitspersample >= 8:
-        require_length(claimed, sum(page.databytecounts))
+        base.require_length(claimed, sum(page.databytecounts))
     elif compression in _DEFLATE:
-        require_length(claimed, DEFLATE_RATIO * sum(page.databytecounts))
+        base.require_length(claimed, base.DEFLATE_RATIO * sum(page.databytecounts))
 
 
-class TiffSink(WholeSink):
+class TiffSink(base.WholeSink):
     """Writes an array of any rank as TIFF, deflated."""
 
     def close(self) -> None:
@@ -105,4 +105,4 @@ class TiffSink(WholeSink):
         tifffile.imwrite(self.path, array, photometric="minisblack", compression="zlib")
 
 
-TIFF = Format((".tif", ".tiff"), TiffFile, TiffSink, widest_label=np.int32)
+TIFF = base.Format((".tif", ".tiff"), TiffFile, TiffSink, widest_label=np.int32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, Format, Index, Stored, pick_key, require_length
+from segcal.cases.formats import base
 from segcal.types import CHUNK_VALUES
 
 # Values in one inner chunk: 1 MB of float32, small enough to read few rows, large enough to be fast.
@@ -25,7 +25,7 @@ def _parts(sizes: Iterable[int], part: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-size // each) for size, each in zip(sizes, part, strict=True))
 
 
-class ZarrFile(ArrayFile):
+class ZarrFile(base.ArrayFile):
     """A zarr array, or one array of a zarr group."""
 
     sliceable = True
@@ -33,35 +33,31 @@ class ZarrFile(ArrayFile):
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         node = ZARR.import_library().open(str(path), mode="r")
         if hasattr(node, "array_keys"):
-            self.key = pick_key(sorted(node.array_keys()), key, usual)
+            self.key = base.pick_key(sorted(node.array_keys()), key, usual)
             node = node[self.key]
-        self._node = node
-        self.chunk = node.chunks
+        self._node, self.chunk = node, node.chunks
+        # The shape that one file holds: that of a shard, or of a chunk if there are no shards.
+        self._outer: tuple[int, ...] = node.shards or node.chunks
         super().__init__(path, node.shape, node.dtype)
 
-    def _stored(self) -> Stored:
+    def stored(self) -> base.Stored:
         """Which chunks are on disk. They are found by listing files, so a wrong huge shape costs nothing."""
-        outer, inner = self._outer, self._node.chunks
-        there = 0
-        for place, path in self._chunk_files():
-            there += 1 if outer == inner else self._count_inner(place, path)
-        fill, complete = self._node.fill_value, bool(self._node.attrs.get(_COMPLETE))
-        return Stored(math.prod(_parts(self.shape, inner)), there, 0 if fill is None else fill.item(), not complete)
+        inner, fill, complete = self._node.chunks, self._node.fill_value, bool(self._node.attrs.get(_COMPLETE))
+        with base.reading(self.path):
+            there = sum(1 if self._outer == inner else self._count_inner(*found) for found in self._chunk_files())
+        chunks = math.prod(_parts(self.shape, inner))
+        return base.Stored(chunks, there, 0 if fill is None else fill.item(), not complete)
 
-    def _holds_fill(self) -> bool:
+    def holds_fill(self) -> bool:
         """Whether a stored chunk holds nothing but the fill value, bit for bit: 0.0 and -0.0 differ."""
-        for place, _ in self._chunk_files():
-            region = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, self._outer, strict=True))
-            block = np.asarray(self._node[region])
-            if block.tobytes() == np.full(block.shape, self._node.fill_value, block.dtype).tobytes():
-                return True
-        return False
+        return any(
+            block.tobytes() == np.full(block.shape, self._node.fill_value, block.dtype).tobytes()
+            for block in (self.read(self._region(place)) for place, _ in self._chunk_files())
+        )
 
-    @property
-    def _outer(self) -> tuple[int, ...]:
-        """The shape that one file holds: that of a shard, or of a chunk if there are no shards."""
-        outer: tuple[int, ...] = self._node.shards or self._node.chunks
-        return outer
+    def _region(self, place: tuple[int, ...]) -> base.Index:
+        """The part of the array that the file at this position in the grid holds."""
+        return tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, self._outer, strict=True))
 
     def _chunk_files(self) -> Iterator[tuple[tuple[int, ...], Path]]:
         """Position in the grid and path of every stored chunk or shard."""
@@ -84,20 +80,19 @@ class ZarrFile(ArrayFile):
         size = 16 * math.prod(counts)
         with path.open("rb") as file:
             at_end = sharding.index_location.value == "end"
-            require_length(size + checksum, path.stat().st_size)
+            base.require_length(size + checksum, path.stat().st_size)
             file.seek(-size - checksum if at_end else 0, os.SEEK_END if at_end else os.SEEK_SET)
             offsets = np.frombuffer(file.read(size), "<u8").reshape(*counts, 2)[..., 0]
         # The index of a shard at the edge also lists chunks beyond the array.
-        corner = tuple(k * n for k, n in zip(place, self._outer, strict=True))
-        rest = (min(n, whole - k) for n, whole, k in zip(self._outer, self.shape, corner, strict=True))
-        inside = tuple(slice(count) for count in _parts(rest, self._node.chunks))
+        shape = (len(range(*part.indices(size))) for part, size in zip(self._region(place), self.shape, strict=True))
+        inside = tuple(slice(count) for count in _parts(shape, self._node.chunks))
         return int((offsets[inside] != _ABSENT).sum())
 
-    def _read(self, index: Index) -> Array:
+    def _read(self, index: base.Index) -> base.Array:
         return np.asarray(self._node[index])
 
 
-class ZarrSink(ArraySink):
+class ZarrSink(base.ArraySink):
     """Writes a sharded zarr v3 array. A shard holds as many rows as ``Case.chunks`` reads at once."""
 
     def _begin(self) -> None:
@@ -118,9 +113,9 @@ class ZarrSink(ArraySink):
             attributes={_COMPLETE: True},
         )
 
-    def write(self, index: Index, block: Array) -> None:
+    def write(self, index: base.Index, block: base.Array) -> None:
         """Store a part."""
         self._node[index] = block
 
 
-ZARR = Format((".zarr",), ZarrFile, ZarrSink, folder=True, sparse=True, library="zarr", extra="zarr")
+ZARR = base.Format((".zarr",), ZarrFile, ZarrSink, folder=True, sparse=True, library="zarr", extra="zarr")
