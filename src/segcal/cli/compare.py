@@ -14,13 +14,14 @@ import typer
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cli.console import out, study_progress
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option, split_names
-from segcal.cli.evaluate import split_metrics
+from segcal.cli.data import Data, Json, Labels, Layout, Workers, open_data, seed_option, split_names
+from segcal.cli.evaluate import Metrics, Regions, split_metrics
 from segcal.cli.study import show_study
 from segcal.errors import InputError, SegcalError
-from segcal.regions import REGIONS
 from segcal.study import compare
 from segcal.study.settings import STUDY_METRICS, Preserve, Select, Tune
+
+_METRICS = ",".join(STUDY_METRICS)
 
 
 def compare_command(
@@ -31,8 +32,8 @@ def compare_command(
     methods: Annotated[
         str, typer.Option(help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".")
     ] = "ts,lts-ti,cms-op",
-    layout: LayoutOption = None,
-    labels: LabelsOption = None,
+    layout: Layout = None,
+    labels: Labels = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Number of random splits: 3, or 1 if segcal.toml declares \\[splits].")
     ] = None,
@@ -41,10 +42,8 @@ def compare_command(
         Tune, typer.Option(help="How to choose strengths: on validation cases (path), as published (paper), none.")
     ] = "path",
     select: Annotated[Select, typer.Option(help="The metric that tuning minimises.")] = "nll",
-    metrics: Annotated[
-        str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
-    ] = ",".join(STUDY_METRICS),
-    regions: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")] = "everything,boundary",
+    metrics: Metrics = _METRICS,
+    regions: Regions = "everything,boundary",
     preserve: Annotated[
         Preserve, typer.Option(help="What a recommended method keeps. With order and argmax, labels never change.")
     ] = "order",
@@ -89,22 +88,22 @@ def compare_command(
     with study_progress() as step:
         study = compare(
             cases,
-            methods if methods in ("all", "decision-preserving") else _names(methods, "--methods"),
+            methods if methods in ("all", "decision-preserving") else split_names(methods, "--methods"),
             repeats,
             output=output,
             fractions=_fractions(fractions),
             tune=tune,
             select=select,
             metrics=split_metrics(metrics),
-            regions=_names(regions, "--regions"),
+            regions=split_names(regions, "--regions"),
             preserve=preserve,
             translation_invariant=translation_invariant,
             robust=robust,
-            pooling=_names(pooling, "--pooling"),
+            pooling=split_names(pooling, "--pooling"),
             shifted={_unique(path, shifted or []): open_data(path) for path in shifted or []},
             model=load_model(model) if model else None,
             shift=shift,
-            sensitivity=_names(sensitivity, "--sensitivity"),
+            sensitivity=split_names(sensitivity, "--sensitivity"),
             workers=workers,
             seed=seed,
             resume=resume,
@@ -144,10 +143,6 @@ def _unique(path: Path, paths: list[Path]) -> str:
     """The folder's name, or its path if two have the same name."""
     names = [other.resolve().name for other in paths]
     return os.fspath(path) if names.count(path.resolve().name) > 1 else path.resolve().name
-
-
-def _names(text: str | None, option: str) -> tuple[str, ...]:
-    return () if text is None else split_names(text, option)
 
 
 def _fractions(text: str) -> tuple[float, float, float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,7 +26,7 @@ from rich.table import Table
 from segcal.errors import SegcalError
 from segcal.study import Step
 
-out = Console(highlight=False)
+out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
 
 #: Seconds between two lines of progress if no bar can be drawn.
@@ -46,6 +47,12 @@ def show_error(error: SegcalError) -> None:
         err.print(f"  [green]to fix[/]   {escape(error.fix)}", soft_wrap=True)
 
 
+def show_notes(notes: Iterable[str], console: Console | None = None) -> None:
+    """Print what the user should know."""
+    for note in notes:
+        (console or out).print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+
+
 def new_table(*columns: str, left: Collection[str] = (), title: str | None = None) -> Table:
     """A table without lines. Columns are right-aligned unless named in ``left``; without columns it has no header."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(columns))
@@ -61,22 +68,22 @@ def show_table(table: Table) -> None:
     In a pipe or a file it is as wide as it needs to be. On a terminal too narrow for it, every cell has its own line.
     """
     if table.title:
-        out.print(table.title, style="table.title", soft_wrap=True)
+        out.print(table.title, style="table.title")
         table.title = None
     if not out.is_terminal:
         width = Measurement.get(out, out.options.update(max_width=_WIDEST), table).maximum
         Console(file=out.file, width=width, highlight=False).print(table)
         return
     with out.capture() as attempt:
-        out.print(table)
+        out.print(table, soft_wrap=False)
     if "…" not in attempt.get():  # rich marks truncated text with it
-        out.print(table)
+        out.print(table, soft_wrap=False)
         return
     headers = [column.header for column in table.columns] if table.show_header else [""] * len(table.columns)
     for cells in zip(*(column.cells for column in table.columns), strict=True):
         for header, cell in zip(headers, cells, strict=True):
             if cell:
-                out.print(f"[dim]{header}[/] {cell}" if header else cell, soft_wrap=True)
+                out.print(f"[dim]{header}[/] {cell}" if header else cell)
         out.print()
 
 
@@ -122,45 +129,37 @@ class Pulse:
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar, or one line a minute. Call it with the name of each item before its work begins."""
-    done = -1  # Nothing is done when the first item begins.
-    with _shown(title, MofNCompleteColumn()) as show:
-
-        def step(name: str) -> None:
-            nonlocal done
-            done += 1
-            show(Step(name, done, total))
-
-        show(Step("", 0, total))
-        yield step
-
-
-def study_progress() -> AbstractContextManager[Callable[[Step], None]]:
-    """A progress bar for a study, or one line a minute."""
-    return _shown("comparing", TaskProgressColumn())
+    done = count()  # Nothing is done when the first item begins.
+    with _shown(title, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as show:
+        show("", 0, total)
+        yield lambda name: show(name, next(done), total)
 
 
 @contextmanager
-def waiting(title: str) -> Iterator[Callable[[str], None]]:
+def study_progress() -> Iterator[Callable[[Step], None]]:
+    """A progress bar for a study, or one line a minute."""
+    with _shown("comparing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as show:
+        yield lambda step: show(*step)
+
+
+def waiting(title: str) -> AbstractContextManager[Callable[[str], None]]:
     """A spinner for work of unknown length, or one line a minute. Call it with the name of each step."""
+    return _shown(title)
+
+
+@contextmanager
+def _shown(title: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A spinner and these columns, or one line a minute. Call it with a name, what is done, and the total."""
     if not err.is_terminal:
         pulse = Pulse(title)
         with pulse.beating():
             yield pulse.at
         return
-    with err.status(title) as status:
-        yield lambda step: status.update(f"{title}: {escape(step)}")
-
-
-@contextmanager
-def _shown(title: str, counted: ProgressColumn) -> Iterator[Callable[[Step], None]]:
-    if not err.is_terminal:
-        pulse = Pulse(title)
-        with pulse.beating():
-            yield lambda step: pulse.at(*step)
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), *columns, console=err, transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda step: bar.update(
-            task, description=f"{title} {escape(step.name)}", completed=step.done, total=step.total
-        )
+
+        def show(name: str, done: int | None = None, total: int | None = None) -> None:
+            description = f"{title}: {escape(name)}" if name else title
+            bar.update(task, description=description, completed=done, total=total)
+
+        yield show

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,22 +14,24 @@ from rich.table import Table
 
 from segcal import synthetic
 from segcal.cases import CaseSet, open_cases, write_dataset
-from segcal.cases.formats import SCORE_FORMATS
+from segcal.cases.config import CONFIG_NAME
+from segcal.cases.formats import SCORE_FORMATS, split_suffix
 from segcal.cases.open import find_cases
 from segcal.cases.pack import StoredType
-from segcal.cli.console import err, new_table, out, progress, show_table
-from segcal.errors import InputError, check_seed
+from segcal.cli.console import err, new_table, out, progress, show_notes, show_table
+from segcal.errors import InputError, OutputError, check_seed
 from segcal.evaluation.check import GLANCE, CheckReport, check
+from segcal.files.atomic import check_writable
 from segcal.metrics import confidence_balance
 
-Layout = Literal["plain", "nnunet"]
 Data = Annotated[
     Path, typer.Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
 ]
-LayoutOption = Annotated[
-    Layout | None, typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
+Layout = Annotated[
+    Literal["plain", "nnunet"] | None,
+    typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is."),
 ]
-LabelsOption = Annotated[Path | None, typer.Option(help="Folder of the ground truth, if it is not DATA/labels.")]
+Labels = Annotated[Path | None, typer.Option(help="Folder of the ground truth, if it is not DATA/labels.")]
 Workers = Annotated[int, typer.Option(min=1, help="Number of processes that share the work.")]
 FormatOption = Annotated[
     str,
@@ -35,6 +39,7 @@ FormatOption = Annotated[
         help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for stores and huge volumes."
     ),
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Skip outputs that are finished and intact.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -52,31 +57,50 @@ def _checked_seed(seed: int) -> int:
     return seed
 
 
-def split_names(text: str, option: str) -> tuple[str, ...]:
-    """The comma-separated names that an option was given."""
+def split_names(text: str | None, option: str) -> tuple[str, ...]:
+    """The comma-separated names that an option was given; none if it was not given."""
+    if text is None:
+        return ()
     names = tuple(item.strip() for item in text.split(",") if item.strip())
     if not names:
         raise InputError("nothing was asked for", where=option, expected="at least one name")
     return names
 
 
-def declared(layout: Layout | None, labels: Path | None) -> dict[str, Any]:
+def declared(layout: Layout, labels: Labels) -> dict[str, Any]:
     """Options of the command line as keywords of ``segcal.open_cases``; paths are relative to the current folder."""
     given = {"layout": layout, "labels": str(labels.absolute()) if labels else None}
     return {name: value for name, value in given.items() if value}
 
 
-def open_data(
-    data: Path, layout: Layout | None = None, labels: Path | None = None, *, need_labels: bool = True
-) -> CaseSet:
+def open_data(data: Path, layout: Layout = None, labels: Labels = None, *, need_labels: bool = True) -> CaseSet:
     """Open a dataset, and print its notes on standard error, for example files that belong to no case."""
     cases = open_cases(data, need_labels=need_labels, **declared(layout, labels))
-    for note in cases.notes:
-        err.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    show_notes(cases.notes, err)
     return cases
 
 
-def check_command(data: Data, layout: LayoutOption = None, labels: LabelsOption = None, as_json: Json = False) -> None:
+def check_files(files: Sequence[Path | None], cases: CaseSet, calibrator: Path | None = None) -> None:
+    """Raise before the work unless every output file can be written, is named once, and is not an input."""
+    asked = [file for file in files if file is not None]
+    for number, file in enumerate(asked):
+        check_writable(file)
+        if any(os.path.realpath(file) == os.path.realpath(other) for other in asked[:number]):
+            raise OutputError("is named for two results", where=str(file), expected="a different file for each")
+        if file.exists() and (_belongs_to(file, cases) or (calibrator is not None and file.samefile(calibrator))):
+            raise OutputError("is also an input", where=str(file), expected="a file apart from the input")
+
+
+def _belongs_to(file: Path, cases: CaseSet) -> bool:
+    """Whether an existing file describes a dataset, or is an array in a folder of the cases."""
+    file = file.resolve()
+    if file.name in (CONFIG_NAME, "dataset.json", "plans.json"):
+        return True
+    inside = any(folder.is_dir() and file.parent.samefile(folder) for folder in cases.folders)
+    return inside and split_suffix(file.name) is not None
+
+
+def check_command(data: Data, layout: Layout = None, labels: Labels = None, as_json: Json = False) -> None:
     """Validate a dataset and show what it holds.
 
     Reads every file of every case, lists all problems of all cases, and exits with 1 if there are any.
@@ -97,13 +121,11 @@ def check_command(data: Data, layout: LayoutOption = None, labels: LabelsOption 
 def pack_command(
     data: Data,
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new, empty, or with --resume.")],
-    layout: LayoutOption = None,
-    labels: LabelsOption = None,
+    layout: Layout = None,
+    labels: Labels = None,
     dtype: Annotated[StoredType, typer.Option(help="float16 halves the size and keeps every argmax.")] = "float16",
     format: FormatOption = "npy",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip outputs that are finished and read back right.")
-    ] = False,
+    resume: Resume = False,
 ) -> None:
     """Convert any dataset to the fast layout: one uncompressed, memory-mapped array per case.
 
@@ -142,7 +164,7 @@ def scenes_command(
     cases = synthetic.demo_scenes(seed)[int(volumes)]
     with progress("writing", len(cases)) as step:
         report = write_dataset(cases, output, dtype=dtype, format=format, progress=step)
-    out.print(f"{report.cases} scenes, {report.bytes / 1e6:,.1f} MB, in {escape(str(output))}", soft_wrap=True)
+    out.print(f"{report.cases} scenes, {report.bytes / 1e6:,.1f} MB, in {escape(str(output))}")
 
 
 def show_check(report: CheckReport) -> None:
@@ -182,20 +204,18 @@ def show_check(report: CheckReport) -> None:
     show_table(facts)
     if report.valid:
         show_table(_channel_table(report) if report.multilabel else _class_table(report))
-    for note in report.notes:
-        out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    show_notes(report.notes)
     for problem in report.problems:
-        out.print(f"[bold red]problem[/] {escape(str(problem))}", soft_wrap=True)
+        out.print(f"[bold red]problem[/] {escape(str(problem))}")
     count = len(report.problems)
     out.print(f"[bold red]{count} problem{'s' if count > 1 else ''}[/]" if count else "[bold green]no problems[/]")
 
 
 def _class_table(report: CheckReport) -> Table:
     table = new_table("class", "name", "labels", "predicted", left=("name",))
-    names = report.class_names
-    for index, (true, predicted) in enumerate(zip(report.label_counts, report.predicted_counts, strict=True)):
-        name = escape(names[index]) if names else ""
-        table.add_row(str(index), name, f"{true / report.valid:.3%}", f"{predicted / report.valid:.3%}")
+    names = report.class_names or ("",) * len(report.label_counts)
+    for index, (name, *counts) in enumerate(zip(names, report.label_counts, report.predicted_counts, strict=True)):
+        table.add_row(str(index), escape(name), *(f"{count / report.valid:.3%}" for count in counts))
     return table
 
 

@@ -84,13 +84,13 @@ def _demonstrate(data: Path, report: Path, seed: int) -> None:
     if study.recommendation["file"]:
         after = _true_error(test, load(report / study.recommendation["file"]))
         out.print(f"recommended calibrator: KL {after.kl:.4f} nats, L1 {after.l1:.4f} per voxel")
-    out.print(f"\nOpen [bold]{escape(str(report / 'index.html'))}[/] in a browser.", soft_wrap=True)
+    out.print(f"\nOpen [bold]{escape(str(report / 'index.html'))}[/] in a browser.")
 
 
 def _say(title: str, command: str | None = None) -> None:
-    out.print(f"\n[bold]{escape(title)}[/]", soft_wrap=True)
+    out.print(f"\n[bold]{escape(title)}[/]")
     if command:
-        out.print(f"[dim]$ {escape(command)}[/]\n", soft_wrap=True)
+        out.print(f"[dim]$ {escape(command)}[/]\n")
 
 
 def _true_error(cases: CaseSet, calibrator: Calibrator | None) -> synthetic.TrueCalibrationError:

@@ -12,9 +12,8 @@ from rich.markup import escape
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
-from segcal.cli.console import new_table, out, progress, show_table
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, Workers, open_data, seed_option, split_names
-from segcal.cli.outputs import check_files
+from segcal.cli.console import new_table, out, progress, show_notes, show_table
+from segcal.cli.data import Data, Json, Labels, Layout, Workers, check_files, open_data, seed_option, split_names
 from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
 from segcal.evaluation.maps import open_maps, write_maps
 from segcal.evaluation.plan import parse_metric
@@ -25,19 +24,20 @@ from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.metrics.diagnosis import channels_in_words
 from segcal.regions import REGIONS
 
+Metrics = Annotated[str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
+Regions = Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
 Part = Literal["calibration", "validation", "test"]
+_METRICS = ",".join(DEFAULT_METRICS)
 
 
 def evaluate_command(
     data: Data,
-    layout: LayoutOption = None,
-    labels: LabelsOption = None,
+    layout: Layout = None,
+    labels: Labels = None,
     split: Annotated[Part | None, typer.Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
     calibrator: Annotated[Path | None, typer.Option(help="Evaluate with this calibrator (segcal fit).")] = None,
-    metrics: Annotated[
-        str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")
-    ] = ",".join(DEFAULT_METRICS),
-    regions: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")] = "everything,boundary",
+    metrics: Metrics = _METRICS,
+    regions: Regions = "everything,boundary",
     preset_id: Annotated[
         str | None, typer.Option("--preset", help="A paper's table instead: " + ", ".join(PRESETS) + ".")
     ] = None,
@@ -98,7 +98,7 @@ def evaluate_command(
         else:
             show_results(results)
     if fitted and cases.splits and not split and not as_json:
-        out.print("[yellow]note[/] all cases of all parts; --split test leaves out those of the fit")
+        show_notes(["all cases of all parts; --split test leaves out those of the fit"])
 
 
 def show_results(results: Results) -> None:
@@ -128,18 +128,17 @@ def show_results(results: Results) -> None:
     if not results.about.get("channel"):
         _show_notes(results)
     for line in diagnosis_in_words(results):
-        out.print(line, soft_wrap=True)
+        out.print(line)
 
 
 def _show_notes(results: Results) -> None:
     if binned := [name for name in dict.fromkeys(row.metric for row in results.rows) if "num_bins" in _unsaid(name)]:
-        out.print(f"{results.about['bins']} bins: {', '.join(binned)}", soft_wrap=True, markup=False)
+        out.print(f"{results.about['bins']} bins: {', '.join(binned)}", markup=False)
     if without := results.about["without_background"]:
         index, names = results.about["background"], results.about["class_names"]
         named = f"class {index} ({names[index]})" if names else f"class {index}"
-        out.print(f"without the background, {named}: {', '.join(without)}", soft_wrap=True, markup=False)
-    for note in results.notes():
-        out.print(f"[yellow]note[/] {note}", soft_wrap=True)
+        out.print(f"without the background, {named}: {', '.join(without)}", markup=False)
+    show_notes(results.notes())
 
 
 def _unsaid(metric: str) -> set[str]:

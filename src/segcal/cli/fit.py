@@ -15,9 +15,8 @@ from segcal.calibrators import CALIBRATORS, Calibrator, load
 from segcal.cases import CaseSet, Split
 from segcal.cases.pack import StoredType
 from segcal.cases.splits import in_no_part, some
-from segcal.cli.console import new_table, out, progress, show_table, waiting
-from segcal.cli.data import Data, Json, LabelsOption, LayoutOption, open_data, seed_option
-from segcal.cli.outputs import check_files
+from segcal.cli.console import new_table, out, progress, show_notes, show_table, waiting
+from segcal.cli.data import Data, Json, Labels, Layout, Resume, check_files, open_data, seed_option
 from segcal.errors import InputError, check_name
 from segcal.evaluation.apply import apply
 from segcal.evaluation.evaluate import evaluate
@@ -35,8 +34,8 @@ def fit_command(
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="File for the calibrator, such as cal.safetensors.")],
     method: Annotated[str, typer.Option(help="One of: " + ", ".join(CALIBRATORS) + ".")] = "ts",
-    layout: LayoutOption = None,
-    labels: LabelsOption = None,
+    layout: Layout = None,
+    labels: Labels = None,
     tune_by: Annotated[
         Select | None,
         typer.Option("--tune", help="Choose the strength of regularisation by this metric, on images left out."),
@@ -89,14 +88,12 @@ def fit_command(
     out.print(
         f"{method}: {state} in {report.iterations} steps, {report.seconds:.1f} s, "
         f"{report.voxels_used:,} voxels of {len(split.calibration)} cases, gradient {report.certificate:.1e}",
-        soft_wrap=True,
     )
-    out.print(f"map: {escape(calibrator.summary())}", soft_wrap=True)
-    for note in (*report.notes, *in_no_part(cases.undeclared)):
-        out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    out.print(f"map: {escape(calibrator.summary())}")
+    show_notes((*report.notes, *in_no_part(cases.undeclared)))
     if shown:
         how = "the declared test part" if cases.splits else f"drawn at random, seed {seed}"
-        out.print(f"held out, {how}: {escape(some(split.test.ids))}", soft_wrap=True)
+        out.print(f"held out, {how}: {escape(some(split.test.ids))}")
         title = f"{len(split.test)} held-out cases"
         table = new_table(title, *shown[""], left=(title,))
         for channel, found in sorted(shown.items(), key=lambda item: not item[0]):  # the mean comes last
@@ -105,7 +102,7 @@ def fit_command(
             for metric in _SHOWN:
                 table.add_row(metric, *(f"{own[metric]:.4f}" if metric in own else "" for own in found.values()))
         show_table(table)
-    out.print(f"written to [bold]{escape(str(output))}[/]", soft_wrap=True)
+    out.print(f"written to [bold]{escape(str(output))}[/]")
 
 
 def _before_and_after(calibrator: Calibrator, cases: CaseSet) -> dict[str, dict[str, dict[str, float]]]:
@@ -142,10 +139,10 @@ def apply_command(
     calibrator: Annotated[Path, typer.Argument(metavar="CALIBRATOR", help="A file of segcal fit or compare.")],
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty, unless --resume.")],
-    layout: LayoutOption = None,
+    layout: Layout = None,
     dtype: Annotated[StoredType, typer.Option(help="Precision of the written scores.")] = "float32",
     confidence: Annotated[bool, typer.Option("--confidence", help="Also write confidence maps.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip outputs that are finished and intact.")] = False,
+    resume: Resume = False,
 ) -> None:
     """Write calibrated probabilities in the format and geometry of the input. Needs no labels.
 
@@ -154,15 +151,8 @@ def apply_command(
     fitted = load(calibrator)
     cases = open_data(data, layout, need_labels=False)
     with progress("applying", len(cases)) as step:
-        report = apply(
-            fitted,
-            cases,
-            output,
-            dtype=getattr(torch, dtype),
-            confidence=confidence,
-            resume=resume,
-            progress=step,
-        )
+        options = {"dtype": getattr(torch, dtype), "confidence": confidence, "resume": resume}
+        report = apply(fitted, cases, output, **options, progress=step)
     skipped = f", {report.skipped} were finished already" if report.skipped else ""
     kept = "every label kept" if fitted.preserves else f"{report.flips:,} of {report.voxels:,} labels changed"
-    out.print(f"{report.written} cases written to [bold]{escape(str(output))}[/]{skipped}; {kept}", soft_wrap=True)
+    out.print(f"{report.written} cases written to [bold]{escape(str(output))}[/]{skipped}; {kept}")

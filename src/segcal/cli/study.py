@@ -11,7 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from segcal.cli.console import new_table, out, show_table
+from segcal.cli.console import new_table, out, show_notes, show_table
 from segcal.files.plain import number
 from segcal.study import Study
 from segcal.study.advice.choice import NEGLIGIBLE
@@ -29,27 +29,26 @@ def show_study(study: Study, report: Path) -> None:
     """Print the tables of methods, the recommendation in words, and where the report is."""
     document, found = study.document, study.recommendation
     data = document["about"]["data"]
-    out.print(f"[dim]{data['cases']} cases, {escape(data['splits'])}[/]", soft_wrap=True)
+    out.print(f"[dim]{data['cases']} cases, {escape(data['splits'])}[/]")
     tables = [_method_table(study)]
     tables += [_channel_table(study)] if document.get("channels") else []
     tables += [_shift_table(study, entry) for entry in document["shift"] or ()]
     for table, notes in tables:
         show_table(table)
         for note in notes:
-            out.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
+            out.print(f"[dim]{escape(note)}[/]")
         out.print()
     for sentence in found["headline"]:
-        out.print(f"[{_TONES[sentence['tone']]}]{escape(sentence['text'])}[/]", soft_wrap=True)
+        out.print(f"[{_TONES[sentence['tone']]}]{escape(sentence['text'])}[/]")
     out.print()
     for text in found["sentences"]:
-        out.print(escape(text), soft_wrap=True)
-    for caveat in (*found["caveats"], *document["warnings"]):
-        out.print(f"[yellow]note[/] {escape(caveat)}", soft_wrap=True)
-    out.print(f"\nreport      [bold]{escape(str(report))}[/]", soft_wrap=True)
+        out.print(escape(text))
+    show_notes((*found["caveats"], *document["warnings"]))
+    out.print(f"\nreport      [bold]{escape(str(report))}[/]")
     if found["file"]:
         file = report.parent / found["file"]
-        out.print(f"calibrator  [bold]{escape(str(file))}[/]", soft_wrap=True)
-        out.print(f"Next: segcal apply {escape(shlex.quote(str(file)))} NEW -o calibrated/", soft_wrap=True)
+        out.print(f"calibrator  [bold]{escape(str(file))}[/]")
+        out.print(f"Next: segcal apply {escape(shlex.quote(str(file)))} NEW -o calibrated/")
 
 
 def _method_table(study: Study) -> tuple[Table, list[str]]:

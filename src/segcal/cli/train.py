@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from segcal.cli.console import out, progress, show_table, waiting
+from segcal.cli.console import new_table, out, progress, show_table, waiting
 from segcal.cli.data import seed_option
 from segcal.training import Trainer, convert, load_config
 
@@ -34,7 +33,7 @@ def train_command(
         report = trainer.fit(step)
     with progress("writing logits", trainer.cases_to_write) as step:
         trainer.write_logits(step)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = new_table()
     table.add_row("epochs", f"{report.epochs}, {report.seconds:.1f} s" + (" since resuming" if resume else ""))
     scans = ", ".join(f"{len(names)} {part}" for part, names in trainer.parts.items())
     table.add_row("scans", f"{scans}; {len(trainer.samples)} samples per epoch")
