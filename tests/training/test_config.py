@@ -2,7 +2,7 @@ import pytest
 
 from segcal.errors import ConfigError
 from segcal.training import LossSpec, load_config, parse_config
-from segcal.training.objective import build_loss
+from segcal.training.config import build_loss
 
 LEAST = {"data": "d", "output": "o"}
 

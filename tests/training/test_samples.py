@@ -8,9 +8,9 @@ from segcal.training.samples import Samples, Schedule, rotate
 from training.scans import small, write_scans
 
 
-def samples(root, **options):
-    scans = open_dataset(small(root)).scans
-    return Samples(list(scans.values()), 2, seed=3, ignore_index=255, **options)
+def samples(root, views=1, **options):
+    config = small(root, seed=3, **{"augment": (), **options})
+    return Samples(list(open_dataset(config).scans.values()), config, 255, views)
 
 
 def test_slices_of_volumes_are_the_volume(tmp_path):

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from torch import nn
+
 from segcal.cases.rules import BOOL, Rule, checked, choice, is_number, is_text, is_whole, list_of
 from segcal.cases.toml import check_known, read_toml
-from segcal.errors import MAX_SEED, ConfigError
-from segcal.losses import LOSSES
+from segcal.errors import MAX_SEED, ConfigError, check_name
+from segcal.losses import LOSSES, CombinedLoss
 from segcal.training.networks import Network, Norm
 
 Augmentation = Literal["flip", "rotate"]
@@ -21,6 +23,9 @@ PARTS = ("train", "validation", "test")
 #: Keys that may differ from the checkpoint's when a run is resumed, because they do not change the steps made so far.
 #: The scans themselves are compared, wherever they are.
 FREE = ("data", "output", "epochs", "device", "workers", "logits")
+
+# Options of losses that the dataset and the trainer set.
+_GIVEN = ("ignore_index", "reduction")
 
 
 def _whole(lowest: int, highest: float = math.inf) -> Rule:
@@ -58,6 +63,35 @@ class LossSpec:
     id: str
     factor: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, classes: int, ignore_index: int) -> nn.Module:
+        """The loss, without its factor."""
+        cls = LOSSES[self.id]
+        known = [name for name in cls.defaults() if name not in _GIVEN]
+        check_known("option", self.options, known, f" of loss '{self.id}'")
+        options, base = dict(self.options), self.options.get("base", "ce")
+        if base == "none":
+            options["base"] = None
+        elif base != "ce":
+            check_name("base", base, ("none", *LOSSES), error=ConfigError)
+            options["base"] = LossSpec(base).build(classes, ignore_index)
+        try:
+            return cls.of_classes(classes, ignore_index=ignore_index, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"loss '{self.id}' with {dict(self.options)}: {error}") from None
+
+
+def build_loss(specs: tuple[LossSpec, ...], classes: int, ignore_index: int) -> nn.Module:
+    """The loss, or the weighted sum of several. Options are the keywords of the loss; ``base = "none"`` means None.
+
+    ``base`` may also be the id of another loss, which then has its default options.
+
+    Examples:
+        >>> build_loss((LossSpec("nacl", options={"weight": 0.2, "base": "dice"}),), 4, 255).base
+        Dice(smooth=1.0, ignore_index=255, reduction='mean')
+    """
+    parts = [(spec.factor, spec.build(classes, ignore_index)) for spec in specs]
+    return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else CombinedLoss(parts)
 
 
 def _losses(value: Any) -> tuple[LossSpec, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +16,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from segcal.cases.pack import DATASET
-from segcal.errors import ConfigError, InputError, OutputError, SegcalError
+from segcal.errors import ConfigError, DataError, InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, check_writable
 from segcal.files.folders import OwnFolder
-from segcal.training import checkpoint
-from segcal.training.config import TrainingConfig, differences, load_config
-from segcal.training.data import open_dataset
+from segcal.losses import CRaC
+from segcal.training.config import TrainingConfig, build_loss, differences, load_config
+from segcal.training.data import Scan, open_dataset
 from segcal.training.networks import UNet, load_network
-from segcal.training.objective import build_loss, controllers, views
 from segcal.training.prediction import Scores, validate, write_logits
 from segcal.training.processes import join
 from segcal.training.samples import Batch, Samples, Schedule
 
 Progress = Callable[[str], None]
 LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
+# Format and version of checkpoints. They hold tensors and plain values, no code.
+_CHECKPOINT = {"format": "segcal.training", "version": 1}
 LOGITS = {"validation": "logits-val", "test": "logits-test"}
 
 
@@ -64,7 +66,7 @@ def train(
 class Trainer:
     """A training run: ``fit`` trains, ``write_logits`` writes the best model's logits of validation and test scans.
 
-    The constructor checks all input and seeds the random generators of torch, NumPy and Python.
+    The constructor checks all input and seeds torch's random generators.
     """
 
     def __init__(self, config: TrainingConfig, *, resume: bool = False) -> None:
@@ -77,13 +79,14 @@ class Trainer:
                 expected="a new folder",
                 fix="choose another output, or --resume",
             )
-        state = checkpoint.load(self.output / LAST) if resume else None
+        state = load_checkpoint(self.output / LAST) if resume else None
         self.dataset = open_dataset(config)
         for folder in LOGITS.values():  # Fail now, not after hours of training.
             OwnFolder(self.output / folder, DATASET, inputs=self.dataset.folders, resume=resume)
         self.parts = self.dataset.parts(config.split, config.seed)
         self.loss = build_loss(config.loss, self.dataset.classes, self.dataset.ignore_index)
-        self.controllers = controllers(self.loss)
+        # These losses learn their multipliers on the validation set.
+        self.controllers = [module for module in self.loss.modules() if isinstance(module, CRaC)]
         if self.controllers and not self.parts["validation"]:
             raise InputError(
                 "CRaC needs a validation set, and it is empty",
@@ -94,16 +97,9 @@ class Trainer:
         if state is not None:
             self._compare(state)
         self.processes = join(config.device)
-        checkpoint.seed_everything(config.seed)
-        self.network = UNet(
-            self.dataset.channels,
-            self.dataset.classes,
-            network=config.network,
-            width=config.width,
-            depth=config.depth,
-            norm=config.norm,
-            dims=config.dims,
-        ).to(self.processes.device)
+        torch.manual_seed(config.seed)
+        options = {name: getattr(config, name) for name in ("network", "width", "depth", "norm", "dims")}
+        self.network = UNet(self.dataset.channels, self.dataset.classes, **options).to(self.processes.device)
         self.loss.to(self.processes.device)
         self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate)
         device = self.processes.device.type
@@ -111,15 +107,8 @@ class Trainer:
         self._stateful: dict[str, Any] = {
             "network": self.network, "optimiser": self.optimiser, "scaler": self.scaler, "loss": self.loss
         }  # fmt: skip
-        self.samples = Samples(
-            [self.dataset.scans[name] for name in self.parts["train"]],
-            config.dims,
-            config.seed,
-            self.dataset.ignore_index,
-            config.augment,
-            config.crop,
-            views(self.loss),
-        )
+        views = max(getattr(module, "views", 1) for module in self.loss.modules())
+        self.samples = Samples(self._scans_of("train"), config, self.dataset.ignore_index, views)
         self.schedule = Schedule(
             len(self.samples), config.batch, config.seed, self.processes.rank, self.processes.world
         )
@@ -145,7 +134,11 @@ class Trainer:
         model = self.processes.wrap(self.network)
         for epoch in range(self.done + 1, self.config.epochs + 1):
             loss = self._train_epoch(model, epoch, progress)
-            scores = self._validate()
+            self.processes.share_buffers(self.network)
+            scores = validate(
+                self.network, self._scans_of("validation"), self.processes, self.dataset.classes, self.config,
+                self.controllers,
+            )  # fmt: skip
             for controller in self.controllers:
                 controller.update()
             self._end_epoch(epoch, loss, scores)
@@ -216,13 +209,8 @@ class Trainer:
             fix="lower learning_rate or the weight of the penalty, or turn amp off",
         )
 
-    def _validate(self) -> Scores:
-        self.processes.share_buffers(self.network)
-        names = self.parts["validation"]
-        if not names:
-            return Scores((math.nan,) * self.dataset.classes, math.nan, math.nan)
-        scans = [self.dataset.scans[name] for name in names]
-        return validate(self.network, scans, self.processes, self.dataset.classes, self.config, self.controllers)
+    def _scans_of(self, part: str) -> list[Scan]:
+        return [self.dataset.scans[name] for name in self.parts[part]]
 
     def _end_epoch(self, epoch: int, loss: float, scores: Scores) -> None:
         """Log the epoch, save the model if it is the best so far, and save a checkpoint."""
@@ -254,29 +242,37 @@ class Trainer:
                 self.network.save(self.output / BEST)
         if self.processes.first:
             write_log(self.output / LOG, self.history)
-            checkpoint.save(self.output / LAST, self._state())
+            self._save()
 
-    def _state(self) -> dict[str, Any]:
-        return {
+    def _save(self) -> None:
+        """Write everything that a run needs to resume exactly."""
+        state = {
+            **_CHECKPOINT,
             "config": json.dumps(self.config.to_dict()),
-            "scans": self._scans(),
+            "scans": self._sizes(),
             "epoch": self.done,
             **{name: part.state_dict() for name, part in self._stateful.items()},
-            "random": checkpoint.random_states(),
+            "random": {
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            },
             "history": self.history,
             "best": self.best,
         }
+        with atomic_path(self.output / LAST) as temporary:
+            try:
+                torch.save(state, temporary)
+            except RuntimeError as error:  # torch reports a full disk this way.
+                raise OSError("torch could not write all of it") from error
 
-    def _scans(self) -> dict[str, dict[str, list[int]]]:
+    def _sizes(self) -> dict[str, dict[str, list[int]]]:
         """The size of every scan by part and name."""
-        return {
-            part: {name: list(self.dataset.scans[name].spatial) for name in names} for part, names in self.parts.items()
-        }
+        return {part: {scan.id: list(scan.spatial) for scan in self._scans_of(part)} for part in self.parts}
 
     def _compare(self, state: dict[str, Any]) -> None:
         """Raise unless the checkpoint belongs to this run."""
         different = differences(self.config.to_dict(), json.loads(state["config"]))
-        if state["scans"] != self._scans():
+        if state["scans"] != self._sizes():
             different.append("the scans of " + ", ".join(self.config.data))
         if different:
             raise ConfigError(
@@ -289,8 +285,31 @@ class Trainer:
     def _restore(self, state: dict[str, Any]) -> None:
         for name, part in self._stateful.items():
             part.load_state_dict(state[name])
-        checkpoint.set_random_states(state["random"])
+        torch.set_rng_state(state["random"]["torch"])
+        if (cuda := state["random"]["cuda"]) and len(cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(cuda)
         self.done, self.history, self.best = state["epoch"], list(state["history"]), dict(state["best"])
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint."""
+    if not path.is_file():
+        raise DataError(
+            "there is no checkpoint to resume from",
+            where=str(path),
+            expected="the output folder of a run that finished an epoch",
+            fix="start without --resume",
+        )
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(
+            f"cannot be read ({type(error).__name__})", where=str(path), expected="a checkpoint of segcal train"
+        ) from None
+    if not isinstance(state, dict) or not state.items() >= _CHECKPOINT.items():
+        expected = "{format}, version {version}".format(**_CHECKPOINT)
+        raise DataError("is not a checkpoint of this version", where=str(path), expected=expected)
+    return state
 
 
 def write_log(path: Path, history: list[dict[str, float]]) -> None:

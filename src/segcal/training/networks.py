@@ -19,6 +19,8 @@ from segcal.files.atomic import atomic_path
 Network = Literal["unet", "residual-unet"]
 Norm = Literal["batch", "instance", "none"]
 _KEY = "segcal.training.UNet"
+# The lowest and the highest value of each size.
+_RANGES = {"channels": (1, None), "classes": (2, None), "width": (1, None), "depth": (1, 8), "dims": (2, 3)}
 
 
 class UNet(nn.Module):
@@ -58,25 +60,12 @@ class UNet(nn.Module):
         dims: int = 2,
     ) -> None:
         super().__init__()
-        for name, count, low, high in (
-            ("channels", channels, 1, None),
-            ("classes", classes, 2, None),
-            ("width", width, 1, None),
-            ("depth", depth, 1, 8),
-            ("dims", dims, 2, 3),
-        ):
-            check_whole(name, count, low, high)
+        sizes = {"channels": channels, "classes": classes, "width": width, "depth": depth, "dims": dims}
+        for name, (low, high) in _RANGES.items():
+            check_whole(name, sizes[name], low, high)
         check_name("network", network, get_args(Network))
         check_name("norm", norm, get_args(Norm))
-        self.options = {
-            "channels": channels,
-            "classes": classes,
-            "network": network,
-            "width": width,
-            "depth": depth,
-            "norm": norm,
-            "dims": dims,
-        }
+        self.options = {**sizes, "network": network, "norm": norm}
         self.dims, self.channels = dims, channels
         self.multiple: int = 2 ** (depth - 1)
         widths = [width * 2**level for level in range(depth)]
@@ -169,9 +158,8 @@ def _layer(before: int, after: int, norm: Norm, dims: int) -> list[nn.Module]:
     convolution = _convolution(dims)(before, after, 3, padding=1, bias=norm == "none")
     if norm == "none":
         return [convolution]
-    if norm == "batch":
-        return [convolution, (nn.BatchNorm2d, nn.BatchNorm3d)[dims - 2](after)]
-    return [convolution, (nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 2](after, affine=True)]
+    layers = (nn.BatchNorm2d, nn.BatchNorm3d) if norm == "batch" else (nn.InstanceNorm2d, nn.InstanceNorm3d)
+    return [convolution, layers[dims - 2](after, affine=True)]
 
 
 def _convolution(dims: int) -> Callable[..., nn.Module]:

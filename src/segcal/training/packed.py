@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,7 @@ class ConvertReport:
     parts: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class _Scan:
+class _Scan(NamedTuple):
     """The slices of a scan, as indices into the arrays with a prefix. Without a prefix, they form a volume."""
 
     name: str
@@ -92,49 +91,85 @@ def convert(
     check_seed(seed)
     if patients is not None:
         check_whole("patients", patients, 1)
+    packed, folder = Path(packed), Path(folder)
+    about = KNOWN.get(packed.stem, Known())
+    if class_names is not None:
+        about = replace(about, class_names=tuple(class_names), background=0)
     if ignore_index is not None:
         check_whole("ignore_index", ignore_index, -(2**63), 2**63 - 1)
-    packed, folder = Path(packed), Path(folder)
-    known = KNOWN.get(packed.stem, Known())
-    about = Known(
-        known.class_names if class_names is None else tuple(class_names),
-        known.ignore_index if ignore_index is None else ignore_index,
-        known.background if class_names is None else 0,
-    )
+        about = replace(about, ignore_index=ignore_index)
     with atomic_path(folder, folder=True) as temporary:
-        arrays = _open(packed)
-        temporary.mkdir()
         try:
-            report, description = _write(arrays, temporary, patients, seed, groups, about, progress)
+            arrays = _open(packed)
+            scans = _scans(arrays)
+            volumes = "volume" in arrays
+            parts = _split(scans, patients, seed, groups) if volumes else _subset(scans, patients, seed)
+            chosen = {name for part in parts.values() for name in part}
+            kept = [scan for scan in scans if scan.name in chosen]
+            temporary.mkdir()
+            classes = _write(arrays, kept, temporary, about, progress)
         except SegcalError as error:
             raise error.at(where=str(packed)) from None
         with writing(folder):
-            (temporary / CONFIG_NAME).write_text(description, encoding="utf-8")
-    return report
+            text = _describe(parts, classes, about, groups if volumes else None)
+            (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
+    count = len(by_group(sorted(chosen), groups)) if volumes else len(kept)
+    return ConvertReport(len(kept), count, classes, {part: len(names) for part, names in parts.items()})
+
+
+def _open(path: Path) -> Mapping[str, Array]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # NumPy and zipfile raise many kinds of errors.
+        raise DataError(f"cannot be read ({error})", expected="a packed npz file") from None
+    prefixes = [prefix for prefix in _PREFIXES.values() if f"{prefix}names" in arrays]
+    whole = "volume" in arrays or not prefixes
+    expected = [*_KEYS, "volume"] if whole else [f"{prefix}{key}" for prefix in prefixes for key in _KEYS]
+    if not all(key in arrays for key in expected):
+        raise DataError(
+            f"holds the arrays {', '.join(arrays) or '(none)'}",
+            expected=f"{', '.join(_KEYS)} and volume, or these and names with train_, val_, test_ before them",
+        )
+    return arrays
+
+
+def _scans(arrays: Mapping[str, Array]) -> list[_Scan]:
+    """The volumes, or the images of all parts."""
+    if "volume" in arrays:
+        slices: dict[str, list[int]] = {}
+        for index, name in enumerate(_names(arrays["volume"], "volume")):
+            slices.setdefault(name, []).append(index)
+        return [_Scan(name, "", tuple(indices)) for name, indices in slices.items()]
+    scans = [
+        _Scan(name, prefix, (index,))
+        for prefix in _PREFIXES.values()
+        if f"{prefix}names" in arrays
+        for index, name in enumerate(_names(arrays[f"{prefix}names"], f"{prefix}names"))
+    ]
+    if twice := [name for name, count in Counter(scan.name for scan in scans).items() if count > 1]:
+        raise DataError("two images have this name", case=twice[0], expected="unique names")
+    return scans
+
+
+def _names(array: Array, key: str) -> list[str]:
+    """The names in an array, checked to be valid file names."""
+    if array.ndim != 1 or array.dtype.kind != "U":
+        raise DataError(f"{key} is a {array.dtype} array of shape {array.shape}", expected="a list of names (texts)")
+    return [file_name(name) for name in array.tolist()]
 
 
 def _write(
-    arrays: Mapping[str, Array],
-    folder: Path,
-    patients: int | None,
-    seed: int,
-    groups: str,
-    about: Known,
-    progress: Callable[[str], None],
-) -> tuple[ConvertReport, str]:
-    """Write images and labels; returns a report and the text of ``segcal.toml``."""
+    arrays: Mapping[str, Array], scans: Sequence[_Scan], folder: Path, about: Known, progress: Callable[[str], None]
+) -> int:
+    """Write images and labels; returns the number of classes."""
     names, ignored = about.class_names, about.ignore_index
-    volumes = "volume" in arrays
-    scans = _volumes(arrays["volume"]) if volumes else _images(arrays)
-    parts = _split(scans, patients, seed, groups) if volumes else _subset(scans, patients, seed)
-    chosen = {name for part in parts.values() for name in part}
-    kept = [scan for scan in scans if scan.name in chosen]
-    encoded = {prefix: _encoded(arrays, prefix) for prefix in sorted({scan.prefix for scan in kept})}
+    encoded = {prefix: _encoded(arrays, prefix) for prefix in sorted({scan.prefix for scan in scans})}
     highest = 0
-    for scan in kept:
+    for scan in scans:
         progress(scan.name)
         image, labels = (_decode(key, items, scan) for key, items in encoded[scan.prefix].items())
-        if image.shape[image.ndim - labels.ndim :] != labels.shape or labels.ndim != 2 + volumes:
+        if image.shape[image.ndim - labels.ndim :] != labels.shape or labels.ndim != (2 if scan.prefix else 3):
             raise DataError(
                 f"labels of shape {labels.shape} for an image of {image.shape}",
                 case=scan.name,
@@ -146,54 +181,7 @@ def _write(
         for kind, array in (("images", image), ("labels", labels)):
             with create_array(folder / kind / f"{scan.name}.npy", ArraySpec(array.shape, array.dtype)) as sink:
                 sink.write((slice(None),) * array.ndim, array)
-    classes = len(names) if names is not None else highest + 1
-    count = len(by_group(sorted(chosen), groups)) if volumes else len(kept)
-    report = ConvertReport(len(kept), count, classes, {part: len(names) for part, names in parts.items()})
-    return report, _describe(parts, classes, about, groups if volumes else None)
-
-
-def _open(path: Path) -> Mapping[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # NumPy and zipfile raise many kinds of errors.
-        raise DataError(f"cannot be read ({error})", where=str(path), expected="a packed npz file") from None
-    prefixes = [prefix for prefix in _PREFIXES.values() if f"{prefix}names" in arrays]
-    whole = "volume" in arrays or not prefixes
-    expected = [*_KEYS, "volume"] if whole else [f"{prefix}{key}" for prefix in prefixes for key in _KEYS]
-    if not all(key in arrays for key in expected):
-        raise DataError(
-            f"holds the arrays {', '.join(arrays) or '(none)'}",
-            where=str(path),
-            expected=f"{', '.join(_KEYS)} and volume, or these and names with train_, val_, test_ before them",
-        )
-    return arrays
-
-
-def _names(array: Array, key: str) -> list[str]:
-    """The names in an array, checked to be valid file names."""
-    if array.ndim != 1 or array.dtype.kind != "U":
-        raise DataError(f"{key} is a {array.dtype} array of shape {array.shape}", expected="a list of names (texts)")
-    return [file_name(name) for name in array.tolist()]
-
-
-def _volumes(names: Array) -> list[_Scan]:
-    slices: dict[str, list[int]] = {}
-    for index, name in enumerate(_names(names, "volume")):
-        slices.setdefault(name, []).append(index)
-    return [_Scan(name, "", tuple(indices)) for name, indices in slices.items()]
-
-
-def _images(arrays: Mapping[str, Array]) -> list[_Scan]:
-    scans = [
-        _Scan(name, prefix, (index,))
-        for prefix in _PREFIXES.values()
-        if f"{prefix}names" in arrays
-        for index, name in enumerate(_names(arrays[f"{prefix}names"], f"{prefix}names"))
-    ]
-    if twice := [name for name, count in Counter(scan.name for scan in scans).items() if count > 1]:
-        raise DataError("two images have this name", case=twice[0], expected="unique names")
-    return scans
+    return len(names) if names is not None else highest + 1
 
 
 def _encoded(arrays: Mapping[str, Array], prefix: str) -> dict[str, list[Array]]:

@@ -18,7 +18,7 @@ from segcal.statistics import VoxelStatistics
 from segcal.training.config import TrainingConfig
 from segcal.training.data import Dataset, Scan
 from segcal.training.processes import Processes
-from segcal.types import Case
+from segcal.types import Case, CaseSource
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def validate(
 ) -> Scores:
     """The scores of a network, which is put into evaluation mode. CRaC losses (``controllers``) observe its logits.
 
-    Every process takes its share of the scans.
+    Every process takes its share of the scans. Without scans, all scores are NaN.
     """
     network.eval()
     whole, rows = VoxelStatistics(classes, bins=(15,), classwise=False), []
@@ -83,8 +83,9 @@ def validate(
     total = whole.empty_like()
     for state in processes.gather([whole.to_dict()]):
         total.merge(VoxelStatistics.from_dict(state))
-    dice = zip(*processes.gather(rows), strict=True)
-    return Scores(tuple(float(Measure.mean(values)) for values in dice), float(nll(total)), float(ece(total)))
+    found = processes.gather(rows)
+    dice = tuple(float(Measure.mean(row[k] for row in found)) for k in range(classes))
+    return Scores(dice, float(nll(total)), float(ece(total)))
 
 
 def write_logits(
@@ -97,12 +98,9 @@ def write_logits(
 ) -> None:
     """Write logits, labels and images of some scans as a dataset, replacing those of an earlier run."""
     network.eval()
-
-    def open_case(name: str) -> Case:
-        return Case(_Prediction(network, dataset, dataset.scans[name], config))
-
+    sources = [_Prediction(network, dataset, dataset.scans[name], config) for name in names]
     cases = _Predictions(
-        [CaseRef(name, partial(open_case, name)) for name in names],
+        [CaseRef(source.id, partial(Case, source)) for source in sources],
         num_classes=dataset.classes,
         ignore_index=dataset.ignore_index,
         background=dataset.background,
@@ -119,8 +117,8 @@ class _Predictions(CaseSet):
         return (ref.open() for ref in self.refs)
 
 
-class _Prediction:
-    """A scan with the network's logits, as a ``segcal.types.CaseSource``."""
+class _Prediction(CaseSource):
+    """A scan with the network's logits."""
 
     batch = 1
 
@@ -138,11 +136,5 @@ class _Prediction:
     def labels(self, rows: slice) -> Tensor:
         return self._scan.labels(rows)[None]
 
-    def mask(self, rows: slice) -> None:
-        return None
-
     def image(self, rows: slice) -> Tensor:
         return self._scan.image(rows)[None]
-
-    def posterior(self, rows: slice) -> None:
-        return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import data
 
-from segcal.training.config import Augmentation
+from segcal.training.config import TrainingConfig
 from segcal.training.data import Scan
 from segcal.training.networks import pad_end
 
@@ -41,42 +41,43 @@ class Samples(data.Dataset[Sample]):
 
     Args:
         scans: The training scans.
-        dims: Number of spatial axes of a sample.
-        seed: Seed of all augmentation and cropping.
-        augment: ``flip`` mirrors each in-plane axis with probability 1/2; ``rotate`` rotates half of the samples in the
-            plane, by up to 15 degrees.
-        crop: Size of a sample, cropped at random or padded with ignored voxels.
+        config: Its ``dims`` is the number of spatial axes of a sample, its ``seed`` that of augmentation and cropping.
+            ``augment``: ``flip`` mirrors each in-plane axis with probability 1/2; ``rotate`` rotates half of the
+            samples in the plane, by up to 15 degrees. ``crop`` is the size of a sample, cropped at random or padded
+            with ignored voxels.
+        ignore_index: The label of ignored voxels.
         views: How many views with different contrast, brightness and noise; 1 leaves the values unchanged.
     """
 
     scans: Sequence[Scan]
-    dims: int
-    seed: int
+    config: TrainingConfig
     ignore_index: int
-    augment: Sequence[Augmentation] = ()
-    crop: Sequence[int] | None = None
     views: int = 1
 
     def __post_init__(self) -> None:
         self.epoch = 0
-        self.index = [(number, row) for number, scan in enumerate(self.scans) for row in _rows(scan, self.dims)]
+        self.index = [(scan, rows) for scan in self.scans for rows in self._rows(scan)]
+
+    def _rows(self, scan: Scan) -> Iterator[slice]:
+        """All rows at once, or one slice of a volume after the other."""
+        step = scan.spatial[0] if len(scan.spatial) == self.config.dims else 1
+        return (slice(row, row + step) for row in range(0, scan.spatial[0], step))
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, index: int) -> Sample:
-        number, rows = self.index[index]
-        scan = self.scans[number]
+        (scan, rows), config = self.index[index], self.config
         image, labels = scan.normalised(rows), scan.labels(rows)
-        if len(scan.spatial) > self.dims:
+        if len(scan.spatial) > config.dims:
             image, labels = image[:, 0], labels[0]
-        rng = np.random.default_rng((self.seed, self.epoch, index))
-        if self.crop is not None:
-            image, labels = _crop(image, labels, self.crop, self.ignore_index, rng)
-        if "flip" in self.augment:
+        rng = np.random.default_rng((config.seed, self.epoch, index))
+        if config.crop is not None:
+            image, labels = _crop(image, labels, config.crop, self.ignore_index, rng)
+        if "flip" in config.augment:
             axes = [axis for axis in (-1, -2) if rng.random() < 0.5]
             image, labels = image.flip(axes), labels.flip(axes)
-        if "rotate" in self.augment and rng.random() < 0.5:
+        if "rotate" in config.augment and rng.random() < 0.5:
             image, labels = rotate(image, labels, rng.uniform(-MOST_DEGREES, MOST_DEGREES), self.ignore_index)
         views = [image] if self.views == 1 else [_view(image, rng) for _ in range(self.views)]
         return Sample(torch.stack(views), labels)
@@ -86,7 +87,7 @@ class Samples(data.Dataset[Sample]):
         size = [max(sizes) for sizes in zip(*(sample.labels.shape for sample in samples), strict=True)]
         images = torch.stack([pad_end(sample.views, size) for sample in samples], 1).flatten(0, 1)
         labels = torch.stack([pad_end(sample.labels, size, value=self.ignore_index) for sample in samples])
-        return Batch(images, labels.repeat(self.views, *(1,) * self.dims))
+        return Batch(images, labels.repeat(self.views, *(1,) * self.config.dims))
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,6 @@ def rotate(image: Tensor, labels: Tensor, degrees: float, ignore_index: int) -> 
     shifted = (labels - ignore_index).float().reshape(1, -1, height, width)
     moved = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)
     return turned, moved.long().view(labels.shape) + ignore_index
-
-
-def _rows(scan: Scan, dims: int) -> Iterator[slice]:
-    if len(scan.spatial) == dims:
-        yield slice(0, scan.spatial[0])
-    else:
-        yield from (slice(row, row + 1) for row in range(scan.spatial[0]))
 
 
 def _crop(

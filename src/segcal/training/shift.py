@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -130,6 +130,7 @@ class CorruptedCase:
         self.id, self.spacing, self.ignore_index = case.id, case.spacing, case.ignore_index
         self.batch, self.num_classes, *spatial = case.shape
         self.spatial = tuple(spatial)
+        self.labels, self.mask = partial(case.rows, "labels"), partial(case.rows, "mask")
 
     @cached_property
     def _image(self) -> Tensor:
@@ -155,16 +156,6 @@ class CorruptedCase:
     def logits(self, rows: slice) -> Tensor:
         """The model's logits of the corrupted image."""
         return self._logits[:, :, rows]
-
-    def labels(self, rows: slice) -> Tensor:
-        """The labels of the clean case."""
-        labels: Tensor = self.case.rows("labels", rows)
-        return labels
-
-    def mask(self, rows: slice) -> Tensor | None:
-        """The mask of the clean case."""
-        mask: Tensor | None = self.case.rows("mask", rows)
-        return mask
 
     def image(self, rows: slice) -> Tensor:
         """The corrupted image."""
