@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
 
 
+#: The distance bands of ``ba-ece``, as plots name them.
+BAND_NAMES = [f"{low:g}–{high:g}" if high < math.inf else f"≥{low:g}" for low, high in pairwise(BAND_EDGES)]
+
+
 class BoundaryProfile:
     """Sums by distance to the boundary, which add up over chunks, cases and machines.
 
@@ -203,7 +207,7 @@ def _draw_curves(ax: Axes, profile: BoundaryProfile) -> None:
         )  # fmt: skip
     lowest = float(np.nanmin([confidence, accuracy]))
     ax.set_ylim(min(0.9, math.floor(10 * lowest - 0.5) / 10), 1.0)
-    ax.legend(loc="lower right", fontsize=style.SMALL, frameon=False, labelcolor=style.INK)
+    ax.legend(loc="lower right", **style.LEGEND)
 
 
 def _mark_bands(top: Axes, bottom: Axes, profile: BoundaryProfile) -> None:
@@ -211,18 +215,13 @@ def _mark_bands(top: Axes, bottom: Axes, profile: BoundaryProfile) -> None:
     look: dict[str, Any] = {"va": "bottom", "fontsize": style.SMALL, "transform": top.get_xaxis_transform()}
     top.text(-0.6 * profile.width, 1.01, "band\ngap", ha="right", color=style.INK, **look)
     end = profile.edges[-1] + profile.width
-    for index, (low, high) in enumerate(pairwise(BAND_EDGES)):
+    for index, (name, (low, high)) in enumerate(zip(BAND_NAMES, pairwise(BAND_EDGES), strict=True)):
         if low >= end:
             break
-        for ax in (top, bottom):
-            if index % 2 == 0:
-                ax.axvspan(low, min(high, end), color="#F3F3F3", linewidth=0, zorder=-2)
-        gap = profile.band_gap(low, high) if _is_edge(low, profile) and _is_edge(high, profile) else math.nan
-        text = f"{low:g}–{high:g}" if high < math.inf else f"≥{low:g}"
+        for ax in (top, bottom) if index % 2 == 0 else ():
+            ax.axvspan(low, min(high, end), color="#F3F3F3", linewidth=0, zorder=-2)
+        is_edge = [edge == math.inf or np.isclose(profile.edges, edge).any() for edge in (low, high)]
+        gap = profile.band_gap(low, high) if all(is_edge) else math.nan
         colour = style.OVER if gap >= 0.0005 else style.UNDER if gap <= -0.0005 else style.INK
         number = "" if math.isnan(gap) else f"{round(gap, 3) + 0.0:+.3f}".replace("-", "−")
-        top.text((low + min(high, end)) / 2, 1.01, f"{text}\n{number}", ha="center", color=colour, **look)
-
-
-def _is_edge(distance: float, profile: BoundaryProfile) -> bool:
-    return distance == math.inf or bool(np.isclose(profile.edges, distance).any())
+        top.text((low + min(high, end)) / 2, 1.01, f"{name}\n{number}", ha="center", color=colour, **look)

@@ -11,11 +11,10 @@ from segcal.cases.calibrated import AnyCalibrator, case_scores, of_channel, scor
 from segcal.cases.caseset import CaseSet
 from segcal.evaluation.results import Results
 from segcal.files.atomic import file_name
-from segcal.metrics.reliability import Reliability
 from segcal.plots.boundary import BoundaryProfile, boundary_curve
 from segcal.plots.local import local_reliability
 from segcal.plots.logits import LogitHistogram, logit_magnitudes
-from segcal.plots.reliability import classwise_diagram, ece, reliability_diagram
+from segcal.plots.reliability import classwise_diagram, ece, from_bins, reliability_diagram
 from segcal.plots.spatial import spatial_maps
 from segcal.regions import PATCH_SIZE, CaseRegions
 
@@ -40,9 +39,9 @@ def reliability_figures(results: Results) -> Iterator[tuple[str, Figure]]:
     for _, own, prefix, channel in _channels(results):
         for region, found in own.reliability.items():
             title = f"{channel}: {region}" if channel else region
-            cases = [_reliability(bins) for bins in found["cases"].values()]
+            cases = [from_bins(bins) for bins in found["cases"].values()]
             yield f"{prefix}reliability-{region}", reliability_diagram(cases, title=title)
-            classes = [_reliability(bins) for bins in found["classes"]]
+            classes = [from_bins(bins) for bins in found["classes"]]
             names = own.about.get("class_names")
             yield f"{prefix}classes-{region}", classwise_diagram(classes, class_names=names, title=title)
 
@@ -115,14 +114,5 @@ def _case_figures(
 def _worst_cases(results: Results) -> list[str]:
     """The names of the cases with the largest ECE in the first region."""
     found: Mapping[str, Mapping[str, Sequence[float]]] = next(iter(results.reliability.values()))["cases"]
-    errors = {name: ece(_reliability(bins)) for name, bins in found.items()}
+    errors = {name: ece(from_bins(bins)) for name, bins in found.items()}
     return sorted(errors, key=lambda name: np.nan_to_num(errors[name]), reverse=True)[:_CASES_SHOWN]
-
-
-def _reliability(bins: Mapping[str, Sequence[float]]) -> Reliability:
-    """The bins of a diagram, from the lists that ``Results`` holds."""
-    return Reliability(
-        np.array(bins["count"], np.int64),
-        np.array(bins["confidence"], np.float64),
-        np.array(bins["correct"], np.int64),
-    )

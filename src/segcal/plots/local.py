@@ -12,7 +12,7 @@ from torch import Tensor
 from segcal.metrics.reliability import Reliability, reliability
 from segcal.plots import style
 from segcal.plots.reliability import draw_diagram, ece
-from segcal.plots.view import View, frame
+from segcal.plots.view import View
 from segcal.regions import PATCH_COUNT, PATCH_SIZE, Window, local_patches
 from segcal.statistics import VoxelStatistics
 from segcal.types import Case
@@ -95,10 +95,6 @@ class Patch(NamedTuple):
         """The local ECE."""
         return ece(self.reliability)
 
-    def crosses(self, slice_index: int | None) -> bool:
-        """Whether the patch crosses a slice; always true in an image."""
-        return slice_index is None or self.window[0].start <= slice_index < self.window[0].stop
-
 
 def _reliability(view: View, window: Window, num_bins: int) -> Reliability:
     """The reliability of the voxels in a window."""
@@ -123,12 +119,12 @@ def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
     if image is None:
         image = view.plane(view.scores(view.rows).double().softmax(1).amax(1))
     grey = image if image.ndim == 2 else image @ np.array([0.299, 0.587, 0.114])
-    view.show(ax, grey, cmap="gray", vmin=-0.6, vmax=1)
-    on_show = [index for index, patch in enumerate(patches) if patch.crosses(view.slice_index)]
+    place = view.slice_index
+    rows = [patch.window[0] for patch in patches]
+    on_show = [index for index, own in enumerate(rows) if place is None or own.start <= place < own.stop]
     count = f"{len(on_show)} of {len(patches)}" if len(on_show) < len(patches) else str(len(patches))
-    frame(ax, f"{count} {'patch' if count == '1' else 'patches'}, coloured by local ECE")
-    if not patches:
-        return
+    title = f"{count} {'patch' if count == '1' else 'patches'}, coloured by local ECE"
+    view.show(ax, grey, title, cmap="gray", vmin=-0.6, vmax=1)
     colours = _colours(patches)
     for index in on_show:
         down, across = patches[index].window[-2:]
@@ -187,5 +183,5 @@ def _colours(patches: Sequence[Patch]) -> list[tuple[float, float, float, float]
     from matplotlib.colors import Normalize
 
     values = np.array([patch.ece for patch in patches])
-    shades = ScalarMappable(Normalize(0, max(values[-1], 1e-6)), "YlOrRd").to_rgba(values)
+    shades = ScalarMappable(Normalize(0, max(*values, 1e-6)), "YlOrRd").to_rgba(values)
     return [tuple(shade) for shade in shades]

@@ -134,7 +134,7 @@ def logit_magnitudes(
         >>> figure = logit_magnitudes(LogitHistogram(6).update(case.logits, case.labels))
     """
     count = histogram.own.sum(1)
-    names = [style.shortened(name) for name in style.names_of(class_names, len(count))]
+    names = style.names_of(class_names, len(count))
     shown = np.sort(np.argsort(-count, kind="stable")[: style.MOST_CLASSES])
     edges = histogram.edges
     canvas = style.canvas(figure, 8.6, 1.6 + 0.32 * len(shown))
@@ -152,7 +152,8 @@ def logit_magnitudes(
     for ax in (left, middle, right):
         ax.spines["left"].set_visible(False)
         ax.tick_params(axis="y", length=0)
-    _key(canvas)
+    shades = {"at voxels of the class": style.PLAIN, "at other voxels": style.FAINT, "predicted wrong": style.WRONG}
+    style.key(canvas, {name: (colour, 0.75) for name, colour in shades.items()}, "outside lower left")
     if not count.any():
         style.message(left, "no valid voxels")
     part_of = f"the {len(shown)} most frequent of {len(count)} classes"
@@ -202,13 +203,3 @@ def _draw_matrix(figure: FigureBase, ax: Axes, means: NDArray[np.float64], names
         text = "" if np.isnan(value) else f"{value:.1f}"
         colour = "white" if value > 0.8 * top else style.INK
         ax.text(column, row, text, ha="center", va="center", fontsize=style.SMALL - 1, color=colour)
-
-
-def _key(figure: FigureBase) -> None:
-    from matplotlib.patches import Patch
-
-    names = {"at voxels of the class": style.PLAIN, "at other voxels": style.FAINT, "predicted wrong": style.WRONG}
-    handles = [Patch(facecolor=colour, alpha=0.75) for colour in names.values()]
-    figure.legend(
-        handles, names, loc="outside lower left", ncols=3, fontsize=style.SMALL, frameon=False, labelcolor=style.INK
-    )

@@ -8,13 +8,13 @@ marks and no line: even for independent voxels, their accuracy would be uncertai
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.metrics.reliability import Reliability
 from segcal.plots import style
 
@@ -65,20 +65,19 @@ def reliability_diagram(
     earlier = None if before is None else pool(_cases(before, "before"))
     canvas = style.canvas(figure, 4.2, 5.2)
     top, bottom = canvas.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    band = bootstrap_band(cases, replicates=replicates, seed=seed) if len(cases) > 1 else None
-    draw_diagram(top, pooled, band=band, line_label="accuracy", band_label=f"95% interval over {len(cases)} cases")
+    draw_diagram(top, pooled)
+    if len(cases) > 1 and pooled.count.any():
+        low, high = (_broken(edge, pooled) for edge in bootstrap_band(cases, replicates=replicates, seed=seed))
+        look: dict[str, Any] = {"color": style.INK, "alpha": 0.18, "linewidth": 0, "zorder": 3}
+        top.fill_between(pooled.mean_confidence, low, high, label=f"95% interval over {len(cases)} cases", **look)
     if earlier is not None:
-        line = _broken(earlier.accuracy, earlier.count >= _ENOUGH_VOXELS)
-        top.plot(
-            earlier.mean_confidence, line, "--", color=style.MUTED, linewidth=1.2,
-            zorder=3.5, label=f"before: ECE {style.number(ece(earlier), '.4f')}",
-        )  # fmt: skip
+        look = {"color": style.MUTED, "linewidth": 1.2, "zorder": 3.5}
+        label = f"before: ECE {style.number(ece(earlier), '.4f')}"
+        top.plot(earlier.mean_confidence, _broken(earlier.accuracy, earlier), "--", label=label, **look)
     top.text(0.03, 0.97, "underconfident", color=style.UNDER, fontsize=style.SMALL, ha="left", va="top")
     top.text(0.97, 0.03, "overconfident", color=style.OVER, fontsize=style.SMALL, ha="right", va="bottom")
     if pooled.count.sum():
-        top.legend(
-            loc="upper left", bbox_to_anchor=(0.0, 0.94), fontsize=style.SMALL, frameon=False, labelcolor=style.INK
-        )
+        top.legend(loc="upper left", bbox_to_anchor=(0.0, 0.94), **style.LEGEND)
     style.tidy(top, title=_summary(pooled), ylabel="accuracy")
     _draw_counts(bottom, pooled)
     style.tidy(bottom, xlabel="confidence", ylabel="share of voxels")
@@ -115,8 +114,7 @@ def classwise_diagram(
         >>> len(figure.axes)
         6
     """
-    if of not in ("predicted", "probability"):
-        raise InputError(f"of is {of!r}", expected="'predicted' or 'probability'")
+    check_name("of", of, get_args(Of))
     cases = _cases(classes, "classes")
     names = style.names_of(class_names, len(cases))
     shown = _worst(cases)
@@ -124,23 +122,24 @@ def classwise_diagram(
     rows = math.ceil(len(shown) / columns)
     canvas = style.canvas(figure, max(4.0, 1.75 * columns), 2.05 * rows + 0.5)
     grid = canvas.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    _key(canvas)
+    key = {"overconfident": (style.OVER, 0.45), "underconfident": (style.UNDER, 0.45)}
+    style.key(canvas, {**key, "voxels (log scale)": (style.FAINT, 0.7)}, "outside lower right")
+    predicted = of == "predicted"
+    x, y = ("confidence", "accuracy") if predicted else ("probability", "share with label")
     total = sum(int(part.count.sum()) for part in cases)
-    for ax, index in zip(grid.flat, shown, strict=False):
+    for place, (ax, index) in enumerate(zip(grid.flat, shown, strict=False)):
         part = cases[index]
         draw_diagram(ax, part, small=True)
         _draw_silhouette(ax, part)
-        voxels = int(part.count.sum()) if of == "predicted" else int(part.correct.sum())
-        whole = total if of == "predicted" else int(part.count.sum())
-        name = style.shortened(names[index])
-        style.tidy(ax, title=f"{name}\n{style.share(voxels, whole)}, ECE {style.number(ece(part))}")
+        count = int(part.count.sum())
+        share = style.share(count, total) if predicted else style.share(int(part.correct.sum()), count)
+        lowest, first = place >= len(shown) - columns, place % columns == 0
+        heading = f"{names[index]}\n{share}, ECE {style.number(ece(part))}"
+        style.tidy(ax, title=heading, xlabel=x * lowest, ylabel=y * first, label_size=style.SMALL)
+        if lowest:  # There may be no axes below to carry the labels.
+            ax.tick_params(labelbottom=True)
     for ax in grid.flat[len(shown) :]:
         ax.remove()
-    for ax in grid.flat[max(0, len(shown) - columns) : len(shown)]:
-        ax.tick_params(labelbottom=True)
-        ax.set_xlabel("confidence" if of == "predicted" else "probability", fontsize=style.SMALL, color=style.INK)
-    for ax in grid[:, 0]:
-        ax.set_ylabel("accuracy" if of == "predicted" else "share with label", fontsize=style.SMALL, color=style.INK)
     part_of = f"{len(shown)} of {len(cases)} classes, most miscalibrated first"
     return style.titled(canvas, title, part_of if len(shown) < len(cases) else None)
 
@@ -177,6 +176,12 @@ def bootstrap_band(parts: Sequence[Reliability], *, replicates: int = 2000, seed
     return low, high
 
 
+def from_bins(bins: Mapping[str, Sequence[float]]) -> Reliability:
+    """The bins of a diagram, from the lists that results hold."""
+    types = {"count": np.int64, "confidence": np.float64, "correct": np.int64}
+    return Reliability(**{name: np.array(bins[name], own) for name, own in types.items()})
+
+
 def pool(parts: Sequence[Reliability]) -> Reliability:
     """The reliability of all parts together.
 
@@ -200,16 +205,8 @@ def ece(part: Reliability) -> float:
     return float(np.abs(part.correct - part.confidence).sum()) / count if count else math.nan
 
 
-def draw_diagram(
-    ax: Axes,
-    part: Reliability,
-    *,
-    band: Band | None = None,
-    small: bool = False,
-    line_label: str | None = None,
-    band_label: str | None = None,
-) -> None:
-    """Draw diagonal, gap bars, accuracy line and band, or a message if there are no voxels."""
+def draw_diagram(ax: Axes, part: Reliability, *, small: bool = False) -> None:
+    """Draw diagonal, gap bars and accuracy line, or a message if there are no voxels."""
     ax.plot((0, 1), (0, 1), color=style.FAINT, linewidth=1, zorder=1)
     ticks = (0, 0.5, 1) if small else np.linspace(0, 1, 6)
     ax.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
@@ -231,28 +228,13 @@ def draw_diagram(
             confidence[which], accuracy[which], "o", color=style.INK, markerfacecolor=face, zorder=5, clip_on=False,
             markersize=2.5 if small else 4, markeredgewidth=0.8, label="_accuracy",
         )  # fmt: skip
-    line, width = _broken(accuracy, enough), 1.0 if small else 1.4
-    ax.plot(confidence, line, color=style.INK, linewidth=width, zorder=4, label=line_label)
-    if band is not None:
-        low, high = (_broken(edge, enough) for edge in band)
-        ax.fill_between(confidence, low, high, color=style.INK, alpha=0.18, linewidth=0, zorder=3, label=band_label)
+    width = 1.0 if small else 1.4
+    ax.plot(confidence, _broken(accuracy, part), color=style.INK, linewidth=width, zorder=4, label="accuracy")
 
 
-def _broken(values: NDArray[np.float64], enough: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _broken(values: NDArray[np.float64], part: Reliability) -> NDArray[np.float64]:
     """The values of bins with enough voxels, NaN elsewhere, which leaves gaps in lines."""
-    return np.where(enough, values, np.nan)
-
-
-def _key(figure: FigureBase) -> None:
-    """A legend for the colours of small diagrams."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, alpha=0.45) for colour in (style.OVER, style.UNDER)]
-    handles.append(Patch(facecolor=style.FAINT, alpha=0.7))
-    figure.legend(
-        handles, ("overconfident", "underconfident", "voxels (log scale)"), loc="outside lower right", ncols=3,
-        fontsize=style.SMALL, frameon=False, labelcolor=style.INK,
-    )  # fmt: skip
+    return np.where(part.count >= _ENOUGH_VOXELS, values, np.nan)
 
 
 def _draw_counts(ax: Axes, part: Reliability) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +10,10 @@ from torch import Tensor
 
 from segcal.evaluation.maps import score_maps
 from segcal.plots import style
+from segcal.plots.boundary import BAND_NAMES
 from segcal.plots.colours import class_colours
-from segcal.plots.view import Plane, View, frame
-from segcal.regions import BAND_EDGES, CaseRegions
+from segcal.plots.view import Plane, View
+from segcal.regions import CaseRegions
 from segcal.types import Case
 
 if TYPE_CHECKING:
@@ -71,14 +70,13 @@ def spatial_maps(
     canvas = style.canvas(figure, 10.0, inches)
     axes = canvas.subplot_mosaic(_WITHOUT if image is None else _WITH_IMAGE)
     if image is not None:
-        view.show(axes["image"], image, cmap="gray", vmin=0, vmax=1)
-        frame(axes["image"], "image")
+        view.show(axes["image"], image, "image", cmap="gray", vmin=0, vmax=1)
     colours = class_colours(case.shape[1])
-    _draw_classes(axes["label"], view, np.ma.masked_array(labels, ~valid), colours)
-    frame(axes["label"], "label")
-    _draw_classes(axes["prediction"], view, planes["prediction"], colours)
-    frame(axes["prediction"], "prediction")
-    _draw_error(axes["error"], view, planes["error"])
+    _draw_steps(axes["label"], view, np.ma.masked_array(labels, ~valid), "label", colours)
+    _draw_steps(axes["prediction"], view, planes["prediction"], "prediction", colours)
+    error = np.ma.masked_invalid(planes["error"])
+    wrong = style.share(float(np.nansum(planes["error"])), error.count())
+    _draw_steps(axes["error"], view, error, f"error ({wrong} wrong)", ("#FFFFFF", style.WRONG))
     _draw_confidence(canvas, axes["confidence"], view, planes["confidence"])
     _draw_balance(canvas, axes["balance"], view, planes["confidence-balance"])
     _draw_bands(canvas, axes["band"], view, view.plane(regions.bands))
@@ -88,20 +86,12 @@ def spatial_maps(
     return style.titled(canvas, view.name if title is None else title)
 
 
-def _draw_classes(ax: Axes, view: View, classes: Plane, colours: Sequence[str]) -> None:
+def _draw_steps(ax: Axes, view: View, plane: Plane, title: str, colours: Sequence[str]) -> Any:
+    """A map of whole numbers, with one colour for each."""
     from matplotlib.colors import ListedColormap
 
-    limits = {"vmin": -0.5, "vmax": len(colours) - 0.5}
-    view.show(ax, classes, cmap=ListedColormap(list(colours)), interpolation="nearest", **limits)
-
-
-def _draw_error(ax: Axes, view: View, error: Plane) -> None:
-    from matplotlib.colors import ListedColormap
-
-    colours = ListedColormap(["#FFFFFF", style.WRONG])
-    view.show(ax, np.ma.masked_invalid(error), cmap=colours, vmin=0, vmax=1, interpolation="nearest")
-    known = ~np.isnan(error)
-    frame(ax, f"error ({style.share(float(error[known].sum()), int(known.sum()))} wrong)")
+    limits = {"vmin": -0.5, "vmax": len(colours) - 0.5, "interpolation": "nearest"}
+    return view.show(ax, plane, title, cmap=ListedColormap(list(colours)), **limits)
 
 
 def _draw_confidence(figure: FigureBase, ax: Axes, view: View, confidence: Plane) -> None:
@@ -112,18 +102,20 @@ def _draw_confidence(figure: FigureBase, ax: Axes, view: View, confidence: Plane
 
 
 def _draw_balance(figure: FigureBase, ax: Axes, view: View, balance: Plane) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
     finite = np.abs(balance[np.isfinite(balance)])
     limit = max(float(np.percentile(finite, 98)) if finite.size else 1.0, 1e-3)
     labels = {-limit: f"−{limit:.2g} under", 0.0: "0", limit: f"{limit:.2g} over"}
-    _draw_scaled(figure, ax, view, balance, "confidence balance (NLL − entropy)", style.signed_colours(), labels)
+    signed = LinearSegmentedColormap.from_list("segcal-signed", [style.UNDER, "#FFFFFF", style.OVER])
+    _draw_scaled(figure, ax, view, balance, "confidence balance (NLL − entropy)", signed, labels)
 
 
 def _draw_scaled(
     figure: FigureBase, ax: Axes, view: View, plane: Plane, title: str, colours: Any, labels: Mapping[float, str]
 ) -> None:
     """A map with a colour scale, labelled at both ends and in the middle."""
-    shown = view.show(ax, np.ma.masked_invalid(plane), cmap=colours, vmin=min(labels), vmax=max(labels))
-    frame(ax, title)
+    shown = view.show(ax, np.ma.masked_invalid(plane), title, cmap=colours, vmin=min(labels), vmax=max(labels))
     bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
     bar.set_ticks(list(labels), labels=list(labels.values()))
     # The outer labels stay within the scale, so that all panels are aligned.
@@ -133,14 +125,10 @@ def _draw_scaled(
 
 
 def _draw_bands(figure: FigureBase, ax: Axes, view: View, bands: Plane) -> None:
-    from matplotlib.colors import ListedColormap
-
-    count = len(_BAND_COLOURS)
-    limits = {"vmin": -0.5, "vmax": count - 0.5, "interpolation": "nearest"}
-    shown = view.show(ax, np.ma.masked_less(bands, 0), cmap=ListedColormap(list(_BAND_COLOURS)), **limits)
-    frame(ax, "distance band (voxels)" if view.case.spacing is None else "distance band")
-    labels = [f"{low:g}–{high:g}" if high < math.inf else f"≥{low:g}" for low, high in pairwise(BAND_EDGES)]
-    style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0]).set_ticks(range(count), labels=labels)
+    title = "distance band (voxels)" if view.case.spacing is None else "distance band"
+    shown = _draw_steps(ax, view, np.ma.masked_less(bands, 0), title, _BAND_COLOURS)
+    bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
+    bar.set_ticks(range(len(BAND_NAMES)), labels=BAND_NAMES)
 
 
 def _draw_legend(
@@ -151,7 +139,7 @@ def _draw_legend(
 
     present = [k for k, count in enumerate(counts) if count]
     chosen = sorted(sorted(present, key=lambda k: -counts[k])[: min(_MOST_NAMES, 2 * rows - 2)])
-    handles = [Patch(facecolor=colours[k], label=style.shortened(names[k])) for k in chosen]
+    handles = [Patch(facecolor=colours[k], label=names[k]) for k in chosen]
     if len(chosen) < len(present):
         handles.append(Patch(facecolor="white", label=f"and {len(present) - len(chosen)} more"))
     if ignored:
@@ -160,6 +148,9 @@ def _draw_legend(
         )
     ax.axis("off")
     ax.legend(
-        handles=handles, loc="upper left", fontsize=style.SMALL, frameon=False, labelcolor=style.INK, borderaxespad=0,
+        handles=handles,
+        loc="upper left",
+        borderaxespad=0,
         ncols=1 if len(handles) <= min(12, rows) else 2,
-    )  # fmt: skip
+        **style.LEGEND,
+    )

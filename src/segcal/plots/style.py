@@ -6,21 +6,20 @@ pyplot and rcParams are not used: figures are plain objects, and everything is s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segcal.errors import InputError, MissingExtraError
+from segcal.errors import InputError, import_extra
 from segcal.files.atomic import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.colorbar import Colorbar
-    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure, FigureBase
 
 # Vermillion and blue of Okabe and Ito, which every kind of colour vision distinguishes.
@@ -28,6 +27,8 @@ OVER, UNDER = "#D55E00", "#0072B2"
 PLAIN, WRONG = "#5E4FA2", "#AA3377"
 INK, MUTED, FAINT, IGNORED = "#262626", "#6B6B6B", "#C9C9C9", "#E9E9E9"
 LARGE, NORMAL, SMALL = 10.0, 8.5, 7.0
+#: The look of every legend.
+LEGEND: dict[str, Any] = {"fontsize": SMALL, "frameon": False, "labelcolor": INK}
 
 #: Most classes in one figure. With more, plots show the most important ones and say so.
 MOST_CLASSES = 20
@@ -39,10 +40,9 @@ def canvas(figure: FigureBase | None, width: float, height: float) -> FigureBase
     """The given figure, or a new one of this size in inches, which needs matplotlib."""
     if figure is not None:
         return figure
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots", "drawing plots") from None
+    import_extra("matplotlib", "plots", "drawing plots")
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
@@ -73,26 +73,16 @@ def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
     return path
 
 
-def tidy(
-    ax: Axes,
-    *,
-    title: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
-    label_size: float = NORMAL,
-) -> None:
+def tidy(ax: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "", label_size: float = NORMAL) -> None:
     """Keep only thin left and bottom axes, with small fonts and the title on the left."""
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set(color=MUTED, linewidth=0.8)
     ax.set_facecolor("white")
     ax.tick_params(which="both", labelsize=SMALL, labelcolor=INK, color=MUTED, width=0.8, length=3)
-    if title is not None:
-        ax.set_title(title, loc="left", fontsize=NORMAL, color=INK)
-    if xlabel is not None:
-        ax.set_xlabel(xlabel, fontsize=label_size, color=INK)
-    if ylabel is not None:
-        ax.set_ylabel(ylabel, fontsize=label_size, color=INK)
+    ax.set_title(title, loc="left", fontsize=NORMAL, color=INK)
+    ax.set_xlabel(xlabel, fontsize=label_size, color=INK)
+    ax.set_ylabel(ylabel, fontsize=label_size, color=INK)
 
 
 def titled(figure: FigureBase, title: str | None, note: str | None = None) -> Figure:
@@ -116,20 +106,21 @@ def scale(figure: FigureBase, ax: Axes, shown: ScalarMappable, *, below: float |
     return bar
 
 
-def signed_colours() -> LinearSegmentedColormap:
-    """A colour map: blue for underconfident, white for 0, vermillion for overconfident."""
-    from matplotlib.colors import LinearSegmentedColormap
+def key(figure: FigureBase, colours: Mapping[str, tuple[str, float]], place: str) -> None:
+    """A legend below the axes, from the name of each colour to the colour and its opacity."""
+    from matplotlib.patches import Patch
 
-    return LinearSegmentedColormap.from_list("segcal-signed", [UNDER, "#FFFFFF", OVER])
+    handles = [Patch(facecolor=colour, alpha=alpha, label=name) for name, (colour, alpha) in colours.items()]
+    figure.legend(handles=handles, loc=place, ncols=len(handles), **LEGEND)
 
 
 def names_of(class_names: Sequence[str] | None, num_classes: int) -> list[str]:
-    """The given names, checked, or ``class 0``, ``class 1``, ..."""
+    """The given names, checked and shortened, or ``class 0``, ``class 1``, ..."""
     if class_names is None:
         return [f"class {k}" for k in range(num_classes)]
     if len(class_names) != num_classes:
         raise InputError(f"class_names has {len(class_names)} names", expected=f"{num_classes}, one for each class")
-    return list(class_names)
+    return [shortened(name) for name in class_names]
 
 
 def shortened(name: str, length: int = 20) -> str:

@@ -104,18 +104,15 @@ class View:
         stretched: Plane = np.clip((values - low) / max(high - low, 1e-12), 0, 1)
         return stretched
 
-    def show(self, ax: Axes, values: Plane, **options: Any) -> Any:
-        """Draw a plane; masked voxels are hatched."""
+    def show(self, ax: Axes, values: Plane, title: str, **options: Any) -> Any:
+        """Draw a plane with a title and a thin frame; masked voxels are hatched."""
         ax.patch.set(facecolor=style.IGNORED, hatch="//////", edgecolor=style.FAINT, linewidth=0)
-        return ax.imshow(values, aspect=self.aspect, **options)
-
-
-def frame(ax: Axes, title: str) -> None:
-    """Set a title and a thin frame without ticks."""
-    ax.set(xticks=(), yticks=())
-    for spine in ax.spines.values():
-        spine.set(visible=True, color=style.FAINT, linewidth=0.8)
-    ax.set_title(title, loc="left", fontsize=style.NORMAL, color=style.INK)
+        shown = ax.imshow(values, aspect=self.aspect, **options)
+        ax.set(xticks=(), yticks=())
+        for spine in ax.spines.values():
+            spine.set(visible=True, color=style.FAINT, linewidth=0.8)
+        ax.set_title(title, loc="left", fontsize=style.NORMAL, color=style.INK)
+        return shown
 
 
 def _richest_slice(labels: Tensor, valid: Tensor) -> int:

@@ -9,12 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from segcal.files.plain import number
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _BASELINE = "uncalibrated"
@@ -65,13 +62,10 @@ def _after(study: Mapping[str, Any]) -> str:
 
 
 def _reliability(study: Mapping[str, Any], after: str, regions: Sequence[str]) -> Iterator[tuple[str, Figure]]:
-    from segcal.metrics.reliability import Reliability
-    from segcal.plots import reliability_diagram
+    from segcal.plots.reliability import from_bins, reliability_diagram
 
     found = {
-        (row["method"], row["region"], row.get("channel", "")): Reliability(
-            np.array(row["count"], np.int64), np.array(row["confidence"], np.float64), np.array(row["correct"])
-        )
+        (row["method"], row["region"], row.get("channel", "")): from_bins(row)
         for row in study["reliability"]
         if row["class"] is None and row["method"] in (_BASELINE, after)
     }
@@ -109,19 +103,16 @@ def _methods(
     grid = canvas.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for ax, (metric, name) in zip(grid, shown.items(), strict=True):
         for place, key in enumerate(keys):
-            _interval(ax, rows.get((key, metric)), float(place), _colour(key, after))
-        baseline = number(rows[_BASELINE, metric]["mean"]) if (_BASELINE, metric) in rows else math.nan
+            row, colour = rows.get((key, metric), {}), _colour(key, after)
+            low, mean, high = (number(row.get(name)) for name in ("low", "mean", "high"))
+            ax.plot([low, high], [place, place], color=colour, linewidth=1.4, zorder=2)
+            ax.plot([mean], [place], "o", color=colour, markersize=4.5, zorder=3)
+        baseline = number(rows.get((_BASELINE, metric), {}).get("mean"))
         ax.axvline(baseline, color=style.FAINT, linewidth=1, linestyle="--", zorder=1)
         style.tidy(ax, title=name)
     grid[0].set_yticks(range(len(keys)), [style.shortened(names[key], 36) for key in keys])
     grid[0].invert_yaxis()
     return style.root(canvas)
-
-
-def _interval(ax: Axes, row: Mapping[str, Any] | None, place: float, colour: str) -> None:
-    if row is not None:
-        ax.plot([number(row["low"]), number(row["high"])], [place, place], color=colour, linewidth=1.4, zorder=2)
-        ax.plot([number(row["mean"])], [place], "o", color=colour, markersize=4.5, zorder=3)
 
 
 def _tradeoff(rows: Mapping[tuple[str, str], Mapping[str, Any]], quality: str, name: str, after: str) -> Figure:
@@ -137,7 +128,7 @@ def _tradeoff(rows: Mapping[tuple[str, str], Mapping[str, Any]], quality: str, n
         ax.plot([x], [y], "osD^v"[index % 5], color=colour, markersize=size, linestyle="none", label=key, zorder=3)
     ax.grid(color=style.IGNORED, linewidth=0.8, zorder=0)
     style.tidy(ax, xlabel="ECE (lower is better)", ylabel=name)
-    canvas.legend(loc="outside right upper", fontsize=style.SMALL, frameon=False, labelcolor=style.INK)
+    canvas.legend(loc="outside right upper", **style.LEGEND)
     return style.root(canvas)
 
 
@@ -156,7 +147,7 @@ def _bands(study: Mapping[str, Any], after: str) -> Figure:
     ]
     ax.set_xticks(range(len(bands)), ends)
     ax.set_ylim(bottom=0)
-    ax.legend(fontsize=style.SMALL, frameon=False, labelcolor=style.INK)
+    ax.legend(**style.LEGEND)
     unit = next(iter(bands.values()))["unit"]
     style.tidy(ax, xlabel=f"distance to the nearest boundary ({unit})", ylabel="ECE")
     return style.root(canvas)
