@@ -18,8 +18,7 @@ from report.example import HOSTILE, document, write
 from segcal.errors import DataError, OutputError
 from segcal.report import write_report
 from segcal.report.page import embedded, page
-from segcal.report.payload import pack_cases, payload
-from segcal.report.pictures import embed_pictures
+from segcal.report.payload import embed_pictures, pack_cases, payload
 
 ASSETS = Path(segcal.__file__).parent / "report" / "assets"
 

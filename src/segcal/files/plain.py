@@ -22,15 +22,17 @@ def number(value: float | str | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, digits: int = 17) -> Any:
     """Dictionaries, lists, texts and numbers that JSON can hold: null stands for NaN, texts for infinities.
 
+    Numbers have at most ``digits`` significant digits; by default they are exact.
+
     Examples:
-        >>> plain({"ece": (0.5, float("nan")), 3: float("inf")})
-        {'ece': [0.5, None], '3': 'inf'}
+        >>> plain({"ece": (0.5, float("nan")), 3: float("inf")}), plain(0.123456, 3)
+        ({'ece': [0.5, None], '3': 'inf'}, 0.123)
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return encode(value) if isinstance(value, float) else value
+        return [plain(item, digits) for item in value]
+    return encode(value if digits > 16 else float(f"{value:.{digits}g}")) if isinstance(value, float) else value

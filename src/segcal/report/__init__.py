@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from segcal.files.atomic import atomic_path
+from segcal.files.study import read_study
 from segcal.report.figures import write_figures
 from segcal.report.page import page
 from segcal.report.payload import payload
-from segcal.report.study import read_study
 
 __all__ = ["write_report"]
 

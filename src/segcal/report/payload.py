@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from segcal.files.plain import number
+from segcal.files.plain import number, plain
 from segcal.inference import mean_over_repeats
-from segcal.report.pictures import embed_pictures
 
 # With the numbers of the charts, this keeps the page below 15 MB, which mail and phones still accept.
-MOST_CASE_BYTES = 4_000_000
+MOST_CASE_BYTES, MOST_PICTURE_BYTES = 4_000_000, 8_000_000
 
+_PNG = b"\x89PNG\r\n\x1a\n"
 _UNDEFINED, _INFINITE, _LARGEST = 65535, 65534, 65533
 _AS_THEY_ARE = (
     "about", "metrics", "methods", "splits", "fits", "summary", "differences", "ranks", "sum_rank", "mean_case_rank",
@@ -67,7 +66,7 @@ def payload(
         figures=figures,
         notes=[*notes, *remarks],
     )
-    rounded: dict[str, Any] = _rounded(result)
+    rounded: dict[str, Any] = plain(result, digits=6)
     return rounded
 
 
@@ -102,12 +101,10 @@ def pack_cases(study: Mapping[str, Any], *, most_bytes: int = MOST_CASE_BYTES) -
 
 
 def _codes(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    step = (high - low) / _LARGEST
-    codes = np.full(values.shape, _UNDEFINED, "<u2")
-    codes[np.isinf(values)] = _INFINITE
     known = np.isfinite(values)
+    low, high = (float(values[known].min()), float(values[known].max())) if known.any() else (0.0, 0.0)
+    step = (high - low) / _LARGEST
+    codes = np.where(np.isinf(values), _INFINITE, _UNDEFINED).astype("<u2")
     codes[known] = np.rint((values[known] - low) / step) if step else 0
     return {"low": low, "step": step, "codes": base64.b64encode(codes.tobytes()).decode()}
 
@@ -123,12 +120,58 @@ def _reliability(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, A
     return {"method": row["method"], "region": row["region"], "class": label, "count": count, **mean}
 
 
-def _rounded(value: Any) -> Any:
-    """Six significant digits; null for NaN and a text for infinity."""
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        return str(value) if math.isinf(value) else float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {str(key): _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+def embed_pictures(
+    browser: Sequence[Mapping[str, Any]], folder: Path, *, most_bytes: int = MOST_PICTURE_BYTES
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The browser's cases with their PNG files as base64, and remarks on what could not be shown.
+
+    If all pictures exceed ``most_bytes``, every case keeps fewer slices, evenly spaced; then the last cases are left
+    out. Only PNG files inside ``folder`` are read.
+    """
+    cases = []
+    missing = 0
+    for case in browser:
+        slices = []
+        for each in case["slices"]:
+            read = [{"name": panel["name"], "picture": _picture(folder, panel["file"])} for panel in each["panels"]]
+            panels = [panel for panel in read if panel["picture"] is not None]
+            missing += len(read) - len(panels)
+            if panels:
+                slices.append({"index": each["index"], "panels": panels})
+        about = {"channel": "", "title": None, **case, "numbers": case.get("numbers") or {}}
+        cases.append({**{name: about[name] for name in ("case", "channel", "title", "numbers")}, "slices": slices})
+    remarks = [f"{missing} pictures of cases are missing or are not PNG files."] if missing else []
+    kept = _within(cases, most_bytes)
+    if _size(kept) < _size(cases):
+        remarks.append("Some slices or cases are left out of the pictures, to keep this page small.")
+    return kept, remarks
+
+
+def _picture(folder: Path, name: str) -> str | None:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()) or not path.is_file():
+        return None
+    content = path.read_bytes()
+    return base64.b64encode(content).decode() if content.startswith(_PNG) else None
+
+
+def _size(cases: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(panel["picture"]) for case in cases for each in case["slices"] for panel in each["panels"])
+
+
+def _within(cases: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
+    kept = cases
+    for slices in range(max((len(case["slices"]) for case in cases), default=0), 0, -1):
+        kept = [{**case, "slices": _evenly(case["slices"], slices)} for case in cases]
+        if _size(kept) <= most_bytes:
+            return kept
+    while _size(kept) > most_bytes:
+        kept.pop()
+    return kept
+
+
+def _evenly(items: list[Any], count: int) -> list[Any]:
+    """At most ``count`` items, from the middle of equal parts."""
+    if len(items) <= count:
+        return items
+    return [items[int((i + 0.5) * len(items) / count)] for i in range(count)]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segcal.errors import DataError, InputError
+from segcal.errors import InputError
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain
-from segcal.files.versions import STUDY
+from segcal.files.study import read_study
 from segcal.statistics import EVERYTHING
 from segcal.study.results.tables import csv_text, latex_text
 
@@ -61,15 +61,7 @@ class Study:
     @classmethod
     def from_json(cls, path: str | Path) -> Study:
         """Read what ``to_json`` wrote."""
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-            if (document["format"], document["version"]) != STUDY:
-                raise ValueError(f"format {document['format']}, version {document['version']}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"cannot be read ({error})", where=str(path), expected="a results.json of segcal compare"
-            ) from None
-        return cls(document)
+        return cls(read_study(Path(path)))
 
     def to_csv(self, path: str | Path) -> None:
         """The summary as CSV: a row for every method, region and metric."""

@@ -1,4 +1,4 @@
-"""Read and check the results of ``segcal.compare``."""
+"""Read and check ``results.json`` of ``segcal compare``."""
 
 from __future__ import annotations
 
@@ -26,29 +26,27 @@ def read_study(path: Path) -> dict[str, Any]:
         Traceback (most recent call last):
         segcal.errors.DataError: ...: holds 'segcal.Results', not a study; expected the results of segcal compare...
     """
-    where = str(path)
+
+    def unfit(problem: str, fix: str | None = None, expected: str = _EXPECTED) -> DataError:
+        return DataError(problem, where=str(path), expected=expected, fix=fix)
+
     try:
         study = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise DataError("is not there", where=where, expected=_EXPECTED, fix="run segcal compare first") from None
+        raise unfit("is not there", "run segcal compare first") from None
     except OSError as error:
-        raise DataError(f"cannot be read ({error.strerror or error})", where=where, expected=_EXPECTED) from None
+        raise unfit(f"cannot be read ({error.strerror or error})") from None
     except ValueError as error:
-        raise DataError(
-            f"is not complete JSON ({error})", where=where, expected=_EXPECTED, fix="run segcal compare --resume"
-        ) from None
+        raise unfit(f"is not complete JSON ({error})", "run segcal compare --resume") from None
     found = study.get("format") if isinstance(study, dict) else type(study).__name__
     if found != STUDY[0]:
-        raise DataError(f"holds {found!r}, not a study", where=where, expected=_EXPECTED)
+        raise unfit(f"holds {found!r}, not a study")
     if study.get("version") != STUDY[1]:
-        raise DataError(
-            f"has version {study.get('version')!r}", where=where, expected=f"version {STUDY[1]}", fix="update segcal"
-        )
-    for names, kind in ((_LISTS, list), (_MAPPINGS, dict)):
-        for name in names:
-            if not isinstance(study.get(name), kind):
-                raise DataError(f"has no {name!r}", where=where, expected=_EXPECTED, fix="run segcal compare again")
+        raise unfit(f"has version {study.get('version')!r}", "update segcal", f"version {STUDY[1]}")
+    for name, kind in (*((name, list) for name in _LISTS), *((name, dict) for name in _MAPPINGS)):
+        if not isinstance(study.get(name), kind):
+            raise unfit(f"has no {name!r}", "run segcal compare again")
     if not study["methods"] or study["methods"][0].get("key") != "uncalibrated":
-        raise DataError("does not begin with the method 'uncalibrated'", where=where, expected=_EXPECTED)
+        raise unfit("does not begin with the method 'uncalibrated'")
     checked: dict[str, Any] = study
     return checked
