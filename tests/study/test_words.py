@@ -7,10 +7,8 @@ import pytest
 
 from segcal.errors import InputError
 from segcal.study import compare
-from segcal.study.advice.choice import Choice
-from segcal.study.advice.evidence import Evidence, Shift, is_robust
-from segcal.study.advice.headline import headline
-from segcal.study.advice.words import caveats, sentences, shift_caveats, shift_sentence
+from segcal.study.advice.choice import Choice, Shift, is_robust
+from segcal.study.advice.words import Evidence, caveats, headline, sentences, shift_caveats, shift_sentence
 from segcal.study.summary.table import Table, differences
 from segcal.synthetic import Temperature, scenes
 

@@ -14,8 +14,7 @@ from rich.table import Table
 from segcal.cli.console import new_table, out, show_notes, show_table
 from segcal.files.plain import number
 from segcal.study import Study
-from segcal.study.advice.choice import NEGLIGIBLE
-from segcal.study.advice.evidence import Rows, by_method
+from segcal.study.advice.choice import NEGLIGIBLE, Rows, by_method
 from segcal.study.settings import FLIPS, UNCALIBRATED
 
 # Metrics of the tables. Methods are sorted by the first, by which they are also chosen.

@@ -153,7 +153,7 @@ def logit_magnitudes(
         ax.spines["left"].set_visible(False)
         ax.tick_params(axis="y", length=0)
     shades = {"at voxels of the class": style.PLAIN, "at other voxels": style.FAINT, "predicted wrong": style.WRONG}
-    style.key(canvas, {name: (colour, 0.75) for name, colour in shades.items()}, "outside lower left")
+    style.key(canvas, {name: (colour, 0.75) for name, colour in shades.items()}, loc="outside lower left")
     if not count.any():
         style.message(left, "no valid voxels")
     part_of = f"the {len(shown)} most frequent of {len(count)} classes"

@@ -123,7 +123,7 @@ def classwise_diagram(
     canvas = style.canvas(figure, max(4.0, 1.75 * columns), 2.05 * rows + 0.5)
     grid = canvas.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     key = {"overconfident": (style.OVER, 0.45), "underconfident": (style.UNDER, 0.45)}
-    style.key(canvas, {**key, "voxels (log scale)": (style.FAINT, 0.7)}, "outside lower right")
+    style.key(canvas, {**key, "voxels (log scale)": (style.FAINT, 0.7)}, loc="outside lower right")
     predicted = of == "predicted"
     x, y = ("confidence", "accuracy") if predicted else ("probability", "share with label")
     total = sum(int(part.count.sum()) for part in cases)
@@ -178,8 +178,8 @@ def bootstrap_band(parts: Sequence[Reliability], *, replicates: int = 2000, seed
 
 def from_bins(bins: Mapping[str, Sequence[float]]) -> Reliability:
     """The bins of a diagram, from the lists that results hold."""
-    types = {"count": np.int64, "confidence": np.float64, "correct": np.int64}
-    return Reliability(**{name: np.array(bins[name], own) for name, own in types.items()})
+    count, correct = (np.array(bins[name], np.int64) for name in ("count", "correct"))
+    return Reliability(count, np.array(bins["confidence"], np.float64), correct)
 
 
 def pool(parts: Sequence[Reliability]) -> Reliability:

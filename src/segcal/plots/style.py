@@ -106,12 +106,12 @@ def scale(figure: FigureBase, ax: Axes, shown: ScalarMappable, *, below: float |
     return bar
 
 
-def key(figure: FigureBase, colours: Mapping[str, tuple[str, float]], place: str) -> None:
+def key(figure: FigureBase, colours: Mapping[str, tuple[str, float]], **place: Any) -> None:
     """A legend below the axes, from the name of each colour to the colour and its opacity."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, alpha=alpha, label=name) for name, (colour, alpha) in colours.items()]
-    figure.legend(handles=handles, loc=place, ncols=len(handles), **LEGEND)
+    figure.legend(handles=handles, ncols=len(handles), **place, **LEGEND)
 
 
 def names_of(class_names: Sequence[str] | None, num_classes: int) -> list[str]:

@@ -89,8 +89,7 @@ class View:
         chosen = values[self.channel].detach().cpu()
         if self.slice_index is not None:
             chosen = chosen[self.slice_index if len(chosen) > 1 else 0]
-        plane: Plane = chosen.numpy()
-        return plane
+        return chosen.numpy()
 
     def image(self) -> Plane | None:
         """``(height, width, 3)``, or the first channel if there are not three; the central 98% stretched to [0, 1]."""

@@ -96,17 +96,8 @@ def scenes(
         raise InputError(f"plant is {plant!r}", expected="a list of plants, applied in order")
     if class_names is not None and len(class_names) != num_classes:
         raise InputError(f"class_names has {len(class_names)} names", expected=f"{num_classes}, one for each class")
-    spec = SceneSpec(
-        size=tuple(size),
-        num_classes=num_classes,
-        seed=seed,
-        plant=tuple(plant or ()),
-        coherence=coherence,
-        members=members,
-        member_noise=member_noise,
-        shift=shift,
-        ignored=ignored,
-    )
+    plants = tuple(plant or ())
+    spec = SceneSpec(tuple(size), num_classes, seed, plants, coherence, members, member_noise, shift, ignored)
     return CaseSet(
         [CaseRef(_name(spec, index), partial(_open, spec, index)) for index in range(count)],
         num_classes=num_classes,
@@ -151,7 +142,7 @@ def scene_of(case: Case) -> Scene:
     """
     if not isinstance(case.source, _SceneSource):
         raise InputError("not a synthetic scene", case=case.id, expected="a case of segcal.synthetic.scenes")
-    return case.source.scene
+    return case.source.scene()
 
 
 class _SceneSource:
@@ -166,19 +157,15 @@ class _SceneSource:
         self.num_classes, self.spatial, self.spacing = spec.num_classes, spec.size, spec.spacing
         self.num_members, self._chosen = spec.members, tuple(range(spec.members or 0))
         self.pooling: Kind = "logits"
-        self._generate = cache(partial(spec.generate, index))  # shared with the copies that ``pooled`` makes
-
-    @property
-    def scene(self) -> Scene:
-        return self._generate()
+        self.scene = cache(partial(spec.generate, index))  # shared with the copies that ``pooled`` makes
 
     def logits(self, rows: slice) -> Tensor:
         if not self._chosen:
-            return self.scene.logits[None, :, rows]
+            return self.scene().logits[None, :, rows]
         return pool((self.member(index, rows) for index in range(len(self._chosen))), self.pooling)
 
     def member(self, index: int, rows: slice) -> Tensor:
-        return self.scene.members[self._chosen[index]][None, :, rows]
+        return self.scene().members[self._chosen[index]][None, :, rows]
 
     def pooled(self, members: Sequence[int], space: Kind) -> _SceneSource:
         other = copy.copy(self)
@@ -187,16 +174,16 @@ class _SceneSource:
         return other
 
     def labels(self, rows: slice) -> Tensor:
-        return self.scene.labels[None, rows]
+        return self.scene().labels[None, rows]
 
     def mask(self, rows: slice) -> None:
         return None
 
     def image(self, rows: slice) -> Tensor:
-        return self.scene.image[None, :, rows]
+        return self.scene().image[None, :, rows]
 
     def posterior(self, rows: slice) -> Tensor:
-        return self.scene.posterior[None, :, rows]
+        return self.scene().posterior[None, :, rows]
 
 
 def _name(spec: SceneSpec, index: int) -> str:

@@ -24,11 +24,6 @@ class Grid:
     spacing: tuple[float, ...]
 
     @property
-    def voxels(self) -> int:
-        """The number of voxels."""
-        return prod(self.size)
-
-    @property
     def extent(self) -> Array:
         """The position of the last voxel's centre."""
         return np.array([(n - 1) * step for n, step in zip(self.size, self.spacing, strict=True)])

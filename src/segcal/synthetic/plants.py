@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from segcal.synthetic import checks
+from segcal.errors import InputError
 from segcal.synthetic.fields import Array, Grid
 
 # Smallest scale or temperature; below it, float32 logits would overflow.
@@ -40,7 +40,7 @@ class _PositiveParameters:
     def check(self, num_classes: int) -> None:
         """All parameters are positive."""
         for name, value in asdict(self).items():  # type: ignore[call-overload]
-            checks.positive(f"{type(self).__name__}.{name}", value)
+            check_positive(f"{type(self).__name__}.{name}", value)
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,13 @@ class ClassAffine:
 
     def check(self, num_classes: int) -> None:
         """One positive scale and one bias for each class."""
-        checks.per_class("ClassAffine.scales", self.scales, num_classes, least=SMALLEST)
-        checks.per_class("ClassAffine.biases", self.biases, num_classes)
+        check_per_class("ClassAffine.scales", self.scales, num_classes, least=SMALLEST)
+        check_per_class("ClassAffine.biases", self.biases, num_classes)
 
     def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``(z - b) / a``."""
-        scales, biases = (_column(values, logits) for values in (self.scales, self.biases))
+        column = (-1, *[1] * len(grid.size))
+        scales, biases = (np.reshape(values, column) for values in (self.scales, self.biases))
         return (logits - biases) / scales, None
 
 
@@ -132,14 +133,13 @@ class ClassConditional:
 
     def check(self, num_classes: int) -> None:
         """One positive temperature and, if given, one non-negative offset for each class."""
-        checks.per_class("ClassConditional.temperatures", self.temperatures, num_classes, least=SMALLEST)
+        check_per_class("ClassConditional.temperatures", self.temperatures, num_classes, least=SMALLEST)
         if self.offsets is not None:
-            checks.per_class("ClassConditional.offsets", self.offsets, num_classes, least=0)
+            check_per_class("ClassConditional.offsets", self.offsets, num_classes, least=0)
 
     def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``z_c - (T_c (z_c - z_k) + o_c [k != c])``."""
-        winner = logits.argmax(0)
-        best = logits.max(0)
+        winner, best = logits.argmax(0), logits.max(0)
         faulty = best - np.asarray(self.temperatures)[winner] * (best - logits)
         if self.offsets is not None:
             faulty -= np.asarray(self.offsets)[winner]
@@ -161,8 +161,8 @@ class ConfidentlyWrong:
 
     def check(self, num_classes: int) -> None:
         """The share is from 0 to 1, the depth positive."""
-        checks.interval("ConfidentlyWrong.share", self.share, 1, "a share of the voxels")
-        checks.positive("ConfidentlyWrong.depth", self.depth)
+        check_range("ConfidentlyWrong.share", self.share, 1, "a share of the voxels")
+        check_positive("ConfidentlyWrong.depth", self.depth)
 
     def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """``depth * z`` with ``z_k`` and ``z_{k+1}`` swapped inside the patches."""
@@ -199,5 +199,22 @@ def demo_plant(num_classes: int) -> tuple[Plant, ...]:
     )
 
 
-def _column(values: Sequence[float], logits: Array) -> Array:
-    return np.asarray(values, float).reshape(-1, *[1] * (logits.ndim - 1))
+def check_positive(name: str, value: float) -> None:
+    """Raise unless a value is positive and finite."""
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{name} is {value!r}", expected="a positive number")
+
+
+def check_range(name: str, value: float, most: float, meaning: str) -> None:
+    """Raise unless a value is from 0 to ``most``."""
+    if not 0 <= value <= most:
+        raise InputError(f"{name} is {value!r}", expected=f"{meaning}, from 0 to {most:g}")
+
+
+def check_per_class(name: str, values: Sequence[float], num_classes: int, least: float = -math.inf) -> None:
+    """Raise unless there is one finite number of at least ``least`` for each class."""
+    if len(values) != num_classes:
+        raise InputError(f"{name} has {len(values)} values", expected=f"{num_classes}, one for each class")
+    if not all(math.isfinite(value) and value >= least for value in values):
+        floor = "" if least == -math.inf else f" of at least {least:.3g}"
+        raise InputError(f"{name} are {tuple(values)}", expected=f"finite numbers{floor}")

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from segcal.errors import InputError, check_seed, check_whole
 from segcal.scores import pool
-from segcal.synthetic import checks
 from segcal.synthetic.fields import Array, Grid
-from segcal.synthetic.plants import Plant
+from segcal.synthetic.plants import Plant, check_positive, check_range
 from segcal.synthetic.shapes import log_posterior
 
 IGNORE_INDEX = 255
@@ -70,12 +69,12 @@ class SceneSpec:
             check_whole(f"the {name} in size", length, 1 if name == "depth" else 8)
         check_whole("num_classes", self.num_classes, 2, IGNORE_INDEX)
         check_seed(self.seed)
-        checks.interval("coherence", self.coherence, 1e6, "a length in voxels")
+        check_range("coherence", self.coherence, 1e6, "a length in voxels")
         if self.members is not None:
             check_whole("members", self.members, 1)
-        checks.positive("member_noise", self.member_noise)
-        checks.interval("shift", self.shift, 1, "a strength")
-        checks.interval("ignored", self.ignored, 1, "a share of the voxels")
+        check_positive("member_noise", self.member_noise)
+        check_range("shift", self.shift, 1, "a strength")
+        check_range("ignored", self.ignored, 1, "a share of the voxels")
         for plant in self.plant:
             if not isinstance(plant, Plant):
                 raise InputError(f"plant holds {plant!r}", expected="plants such as Temperature(2.0)")

@@ -62,21 +62,20 @@ def true_calibration_error(log_probs: Tensor, posterior: Tensor, mask: Tensor | 
             expected="(N, C, *spatial) for both",
         )
     voxel_shape = (log_probs.shape[0], *log_probs.shape[2:])
-    if mask is not None and (tuple(mask.shape) != voxel_shape or mask.dtype != torch.bool):
+    if mask is None:
+        mask = torch.ones(voxel_shape, dtype=torch.bool, device=log_probs.device)
+    if tuple(mask.shape) != voxel_shape or mask.dtype != torch.bool:
         raise InputError(f"mask is {mask.dtype} of shape {tuple(mask.shape)}", expected=f"bool of shape {voxel_shape}")
     if log_probs.ndim == 2:  # (N, C): the batch becomes the rows.
-        log_probs, posterior = log_probs.T[None], posterior.T[None]
-        mask = None if mask is None else mask[None]
+        log_probs, posterior, mask = log_probs.T[None], posterior.T[None], mask[None]
     total = TrueCalibrationError(0.0, 0.0, 0)
     for rows in row_slices(tuple(log_probs.shape)):
-        total += _rows(
-            log_probs[:, :, rows].double(), posterior[:, :, rows].double(), None if mask is None else mask[:, rows]
-        )
+        total += _rows(log_probs[:, :, rows], posterior[:, :, rows], mask[:, rows])
     return total
 
 
-def _rows(log_q: Tensor, p: Tensor, mask: Tensor | None) -> TrueCalibrationError:
-    log_q, p = (t.movedim(1, -1).flatten(0, -2) if mask is None else t.movedim(1, -1)[mask] for t in (log_q, p))
+def _rows(log_q: Tensor, p: Tensor, mask: Tensor) -> TrueCalibrationError:
+    log_q, p = (scores.double().movedim(1, -1)[mask] for scores in (log_q, p))
     q = log_q.exp()
     _check_sums(q, "exp(log_probs)", fix="apply torch.log_softmax(logits, 1) first")
     _check_sums(p, "posterior")

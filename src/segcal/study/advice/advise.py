@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from segcal.study.advice.choice import CHANNEL_RULE, RULE, Candidate, Choice, choose
-from segcal.study.advice.evidence import Evidence, Shift, by_method, is_robust
-from segcal.study.advice.headline import headline
-from segcal.study.advice.words import caveats, sentences
+from segcal.study.advice.choice import CHANNEL_RULE, RULE, Candidate, Choice, Shift, by_method, choose, is_robust
+from segcal.study.advice.words import Evidence, caveats, headline, sentences
 from segcal.study.settings import ECE, UNCALIBRATED
 from segcal.study.summary.data import part_voxels
 from segcal.study.summary.table import Table, differences, summary

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from segcal.inference import standard_error
 from segcal.inference.arrays import FloatArray, difference, mean
+from segcal.statistics import EVERYTHING
 from segcal.study.settings import UNCALIBRATED, Preserve
 
 RULE = (
@@ -23,6 +25,10 @@ RULE = (
 CHANNEL_RULE = " The NLL of a case is the mean over its channels."
 #: A difference of NLL in nats that is too small to matter; methods that fall back to a simpler one differ by less.
 NEGLIGIBLE = 1e-4
+#: The method that all others are compared with on shifted cases: one parameter, and hard to beat there.
+REFERENCE = "ts"
+#: Rows by method and metric, of whole cases.
+Rows = Mapping[tuple[str, str], Mapping[str, Any]]
 _ALLOWED: dict[Preserve, tuple[str | None, ...]] = {
     "order": ("order",),
     "argmax": ("order", "argmax"),
@@ -113,6 +119,47 @@ def choose(
     as_good = [one for one in allowed if one is best or _within_one_error(nll[one.key])]
     chosen = min(as_good, key=lambda one: (one.parameters, nll[one.key]["mean"]))
     return Choice(chosen.key, best.key, tuple(one.key for one in allowed), nll, left_out)
+
+
+def by_method(rows: Iterable[Mapping[str, Any]]) -> Rows:
+    """The rows of whole cases, by method and metric."""
+    return {(row["method"], row["metric"]): row for row in rows if row["region"] == EVERYTHING}
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What one set of shifted cases shows.
+
+    Attributes:
+        name: Its name.
+        summary: Means over its cases.
+        differences: Every method minus uncalibrated, paired by case.
+        against: Every method minus ``ts`` with the same pooling, if the study has it.
+    """
+
+    name: str
+    summary: Rows
+    differences: Rows
+    against: Rows
+
+    def loses_to(self, method: str) -> list[str]:
+        """Which of ``ts`` and uncalibrated has a lower NLL here, beyond chance; see ``choice.RULE``."""
+        found = (table.get((method, "nll")) for table in (self.against, self.differences))
+        return [str(row["baseline"]) for row in found if row is not None and lost(row)]
+
+    def knows(self, method: str) -> bool:
+        """Whether the method worked here."""
+        return (method, "nll") in self.summary
+
+
+def lost(row: Mapping[str, Any]) -> bool:
+    """Whether a difference of NLL is a loss that matters."""
+    return bool(row["verdict"] == "worse" and row["mean"] > NEGLIGIBLE)
+
+
+def is_robust(method: str, shifts: Sequence[Shift]) -> bool:
+    """Whether a method works on all shifted sets and loses on none. Uncalibrated scores always are robust."""
+    return method == UNCALIBRATED or all(one.knows(method) and not one.loses_to(method) for one in shifts)
 
 
 def mean_and_error(values: Sequence[float] | FloatArray, groups: Sequence[str] | None = None) -> dict[str, float]:

@@ -41,11 +41,6 @@ def share_less(before: float, after: float) -> str:
     return "less than 1%" if percent < 1 else "more than 99%" if 99.5 <= percent < 100 else f"{percent:.0f}%"
 
 
-def chance(p: float) -> str:
-    """A p-value."""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-
-
 def counted(count: int, what: str) -> str:
     """A number of things.
 

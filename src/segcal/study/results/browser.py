@@ -187,8 +187,7 @@ def _grey_or_colour(image: Tensor) -> Pixels:
     channels = image[:3] if len(image) == 3 else image[:1].expand(3, -1, -1)
     low, high = channels.min(), channels.max()
     scaled = (channels - low) / (high - low if bool(high > low) else 1.0)
-    pixels: Pixels = (scaled * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return pixels
+    return (scaled * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
 
 
 def _classes(labels: Tensor) -> Pixels:
@@ -211,8 +210,7 @@ def _mapped(values: Tensor, colours: NDArray[np.float64]) -> Pixels:
 
 
 def _where(mask: Tensor, yes: Pixels, no: Pixels) -> Pixels:
-    pixels: Pixels = np.where(mask.numpy()[..., None], yes, no)
-    return pixels
+    return np.where(mask.numpy()[..., None], yes, no)
 
 
 def _save(pixels: Pixels, path: Path) -> None:

@@ -13,8 +13,7 @@ from segcal.files.versions import STUDY
 from segcal.metrics import Column
 from segcal.statistics import EVERYTHING
 from segcal.study.advice.advise import advise
-from segcal.study.advice.choice import mean_and_error
-from segcal.study.advice.evidence import REFERENCE, Shift, by_method
+from segcal.study.advice.choice import REFERENCE, Shift, by_method, mean_and_error
 from segcal.study.results.browser import Place, write_browser
 from segcal.study.results.metric import describe_metric
 from segcal.study.settings import BIN_COUNTS, ECE, NLL, UNCALIBRATED, variant_of
