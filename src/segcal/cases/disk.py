@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from segcal.cases.config import SPACING_RANGE, DatasetConfig, is_spacing
-from segcal.cases.formats import SCORE_FORMATS, Array, Geometry, format_of, open_array, split_suffix
+from segcal.cases.formats import SCORE_FORMATS, Array, format_of, open_array, split_suffix
 from segcal.cases.layout import CaseFiles
 from segcal.cases.missing import check_scores, check_sums, check_values
 from segcal.cases.nnunet import connected_to_border
 from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS, SCORE_KEYS, Oriented, orient
 from segcal.errors import ConfigError, DataError, SegcalError
-from segcal.scores import Pool, canonical_logits, pool
+from segcal.scores import Pool, canonical_logits
 from segcal.types import Kind, row_slices
 
 # Scores pooled at once: 4 MB of float64, which stay in cache between the steps.
@@ -44,44 +44,40 @@ class DiskCase:
         self.num_members = len(files.members) if len(files.members) > 1 or whole is not None else None
         self._partial: set[Path] = set()  # members with missing chunks
         self._extras: dict[Path, Oriented] = {}
-        with self._naming():
-            self._label = self._open_extra(files.label, LABEL_KEYS) if files.label else None
-            self.members = [self._orient_scores(path) for path in files.members]
+        self._label = self._open_extra(files.label, LABEL_KEYS) if files.label else None
+        self.members = [self._open_scores(path) for path in files.members]
+        with self._naming(files.members[0]):
             self._check_shapes()
-            self.spacing = self._geometry()
+        with self._naming():
+            self.spacing = self._spacing()
 
     # -- headers ------------------------------------------------------------------------------------------------------
 
-    def _orient_scores(self, path: Path) -> Oriented:
-        scores = orient(path, 1, axes=self.config.axes, usual=SCORE_KEYS, key=self.config.key)
-        file = scores.file
-        if (format := format_of(path)) and not format.scores:
-            raise DataError(
-                f"{format.name} files cannot hold scores",
-                where=str(path),
-                expected=f"one of {', '.join(SCORE_FORMATS)}",
-            )
-        if self.kind == "logits" and file.key in ("probabilities", "probs", "softmax"):
-            raise DataError(
-                f"declared as logits, but the array is named '{file.key}'",
-                where=str(path),
-                expected="one kind",
-                fix="put probabilities into probs/ or declare kind = 'probs'",
-            )
-        if check_scores(file, sums_to_one=self.kind == "probs" and not self.multilabel):
-            self._partial.add(path)
+    def _open_scores(self, path: Path) -> Oriented:
+        with self._naming(path):
+            scores = orient(path, 1, axes=self.config.axes, usual=SCORE_KEYS, key=self.config.key)
+            file = scores.file
+            if (format := format_of(path)) and not format.scores:
+                expected = f"one of {', '.join(SCORE_FORMATS)}"
+                raise DataError(f"{format.name} files cannot hold scores", expected=expected)
+            if self.kind == "logits" and file.key in ("probabilities", "probs", "softmax"):
+                problem = f"declared as logits, but the array is named '{file.key}'"
+                fix = "put probabilities into probs/ or declare kind = 'probs'"
+                raise DataError(problem, expected="one kind", fix=fix)
+            if check_scores(file, sums_to_one=self.kind == "probs" and not self.multilabel):
+                self._partial.add(path)
         # A 2D case of nnU-Net is (C, 1, H, W), a NIfTI vector image (C, 1, z, y, x): axis 1 is not a spatial axis.
         if self._label is not None:
             flat = len(file.shape) - len(self._label.shape) == 2
         else:
             flat = self.files.prediction is not None and self.files.prediction.suffix.lower() == ".png"
-        return Oriented(file, 1, scores.reverse, squeeze=flat and len(file.shape) > 3 and file.shape[1] == 1)
+        return replace(scores, squeeze=flat and len(file.shape) > 3 and file.shape[1] == 1)
 
     def _check_shapes(self) -> None:
         first = self.members[0]
         channels, *spatial = first.shape
         if not spatial or 0 in first.shape:
-            raise DataError(f"scores of shape {first.shape}", where=str(first.file.path), expected="(C, *spatial)")
+            raise DataError(f"scores of shape {first.shape}", expected="(C, *spatial)")
         for member in self.members[1:]:
             if member.shape != first.shape:
                 raise DataError(
@@ -90,15 +86,11 @@ class DiskCase:
                     expected=f"{first.shape}, the shape of {first.file.path}",
                 )
         if self.config.regions and len(self.config.regions) != channels:
-            raise ConfigError(
-                f"{len(self.config.regions)} [regions]",
-                where=str(first.file.path),
-                expected=f"{channels}, one per channel of the scores",
-            )
+            expected = f"{channels}, one per channel of the scores"
+            raise ConfigError(f"{len(self.config.regions)} [regions]", expected=expected)
         self.batch, self.num_classes = (channels, 2) if self.multilabel else (1, channels)
         self.spatial = tuple(spatial)
         if self._label is not None:
-            assert self.files.label is not None
             # Multi-label truth has a channel axis, unless regions define the channels from an integer map.
             leading = int(self.multilabel and not self.config.regions and len(self._label.shape) == len(first.shape))
             self._labels = replace(self._label, leading=leading)
@@ -111,11 +103,8 @@ class DiskCase:
                     expected=f"{channels}, one per score channel",
                 )
         if self.config.classes is not None and channels != self.config.classes:
-            raise DataError(
-                f"{channels} channels (shape {first.shape})",
-                where=str(first.file.path),
-                expected=f"{self.config.classes} classes, first axis",
-            )
+            problem = f"{channels} channels (shape {first.shape})"
+            raise DataError(problem, expected=f"{self.config.classes} classes, first axis")
         self.sliceable = all(member.file.sliceable for member in self.members)
 
     def _mismatch(self, label: tuple[int, ...], scores: Oriented) -> DataError:
@@ -134,16 +123,13 @@ class DiskCase:
             fix = "save class indices (one channel), not colours"
         return DataError(problem, where=str(self.files.label), expected=f"labels of shape {self.spatial}", fix=fix)
 
-    def _geometry(self) -> tuple[float, ...] | None:
-        """The spacing. Raises if the geometries of the files differ."""
-        known: list[tuple[Path, Geometry]] = []
-        for path in (self.files.label, *self.files.members, self.files.prediction, self.files.mask, *self.files.images):
-            format = None if path is None else format_of(path)
-            if path is None or format is None or not format.geometry:
-                continue
-            geometry = open_array(path).geometry
-            assert geometry is not None
-            if known and not np.allclose(known[0][1].affine, geometry.affine, atol=1e-3):
+    def _spacing(self) -> tuple[float, ...] | None:
+        """The voxel size, declared or from a header. Raises if the geometries of the files differ."""
+        paths = (self.files.label, *self.files.members, self.files.prediction, self.files.mask, *self.files.images)
+        placed = (path for path in paths if path and (format := format_of(path)) and format.geometry)
+        known = [(path, geometry) for path in placed if (geometry := open_array(path).geometry)]
+        for path, geometry in known[1:]:
+            if not np.allclose(known[0][1].affine, geometry.affine, atol=1e-3):
                 off = float(np.abs(known[0][1].affine - geometry.affine).max())
                 raise DataError(
                     f"affine differs from that of {known[0][0]} by up to {off:.4g}",
@@ -151,7 +137,6 @@ class DiskCase:
                     expected="the same geometry in all files of a case",
                     fix="resample one onto the other, or copy the correct header",
                 )
-            known.append((path, geometry))
         spacing = self.config.spacing
         if isinstance(spacing, Mapping):
             spacing = spacing.get(self.id)
@@ -160,9 +145,8 @@ class DiskCase:
         if spacing is None:
             return None
         if len(spacing) != len(self.spatial):
-            raise DataError(
-                f"spacing {spacing}", expected=f"one number for each of the {len(self.spatial)} spatial axes"
-            )
+            expected = f"one number for each of the {len(self.spatial)} spatial axes"
+            raise DataError(f"spacing {spacing}", expected=expected)
         if not all(map(is_spacing, spacing)):
             raise DataError(
                 f"spacing {spacing}",
@@ -185,18 +169,15 @@ class DiskCase:
         parts = list(row_slices(shape, max(_POOL_VALUES, least * per_row)))
         with self._naming():
             pooled = torch.empty(shape, dtype=torch.float32)
-            if self.sliceable:
-                for part in parts:
-                    pooled[:, :, part] = pool((self._read(member, rows, part) for member in self.members), self.pooling)
-                return pooled
             # Files that are decoded as a whole are decoded once each, and freed before the next.
-            pools = [Pool(self.pooling) for _ in parts]
-            for member in self.members:
-                for part, running in zip(parts, pools, strict=True):
-                    running.add(self._read(member, rows, part))
-                self._forget(member)
-            for part, running in zip(parts, pools, strict=True):
-                pooled[:, :, part] = running.result()
+            for together in [[part] for part in parts] if self.sliceable else [parts]:
+                pools = [Pool(self.pooling) for _ in together]
+                for member in self.members:
+                    for part, running in zip(together, pools, strict=True):
+                        running.add(self._read(member, rows, part))
+                    self._forget(member)
+                for part, running in zip(together, pools, strict=True):
+                    pooled[:, :, part] = running.result()
             return pooled
 
     def member(self, index: int, rows: slice) -> Tensor:
@@ -306,10 +287,8 @@ class DiskCase:
         if not self.files.images:
             return None
         with self._naming():
-            channels = []
-            for path in self.files.images:
-                array = self._extra(path, IMAGE_KEYS, rows)
-                channels.append(array if array.ndim > len(self.spatial) else array[None])
+            arrays = [self._extra(path, IMAGE_KEYS, rows) for path in self.files.images]
+            channels = [array if array.ndim > len(self.spatial) else array[None] for array in arrays]
             return torch.from_numpy(np.ascontiguousarray(np.concatenate(channels), dtype=np.float32))[None]
 
     def posterior(self, rows: slice) -> Tensor | None:
@@ -336,9 +315,10 @@ class DiskCase:
             return part
 
     def _open_extra(self, path: Path, usual: tuple[str, ...]) -> Oriented:
-        array = orient(path, 0, axes=self.config.axes, usual=usual)
-        check_values(array.file)
-        return array
+        with self._naming(path):
+            array = orient(path, 0, axes=self.config.axes, usual=usual)
+            check_values(array.file)
+            return array
 
     @contextmanager
     def _naming(self, path: Path | None = None) -> Iterator[None]:

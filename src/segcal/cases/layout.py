@@ -37,6 +37,14 @@ class CaseFiles:
         return (*self.members, *self.images, *(path for path in some if path is not None))
 
 
+class Problems(list[SegcalError]):
+    """Errors that are collected, so that all can be shown at once."""
+
+    def add(self, problem: str, **about: str) -> None:
+        """Add a ``DataError``, which has the same arguments."""
+        self.append(DataError(problem, **about))
+
+
 @dataclass(frozen=True)
 class Found:
     """What a folder holds.
@@ -53,33 +61,32 @@ class Found:
     config: DatasetConfig
     cases: tuple[CaseFiles, ...]
     members: tuple[str, ...] = ()
-    problems: list[SegcalError] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     folders: tuple[Path, ...] = ()
     notes: list[str] = field(default_factory=list)
 
 
 def find_plain(root: Path, config: DatasetConfig) -> Found:
     """Find the cases of a folder in the plain convention (``logits/`` or ``probs/``, ``labels/``, ...)."""
-    problems: list[SegcalError] = []
-    notes: list[str] = []
+    problems, notes = Problems(), list[str]()
     folder, config = _score_folder(root, config)
     members = [item for item in list_folder(folder, problems) if item.is_dir() and not format_of(item)]
     loose = list_cases(folder, problems, None if members else notes)
     if members and loose:
         problem = f"holds score files and the folders {', '.join(item.name for item in members)}"
         expected = "either one file per case, or one folder per ensemble member"
-        problems.append(DataError(problem, where=str(folder), expected=expected))
+        problems.add(problem, where=str(folder), expected=expected)
         members = []
     cases = collect_members([list_cases(item, problems, notes) for item in members] or [loose], members, problems)
     return attach(Found(config, cases, tuple(item.name for item in members), problems, notes=notes), root)
 
 
-def list_folder(folder: Path, problems: list[SegcalError]) -> list[Path]:
+def list_folder(folder: Path, problems: Problems) -> list[Path]:
     """The visible items of a folder, sorted. Names that are not UTF-8 are problems."""
     try:
         items = sorted(item for item in folder.iterdir() if not item.name.startswith("."))
     except OSError as error:
-        problems.append(DataError(f"cannot be listed ({error.strerror})", where=str(folder), expected="a folder"))
+        problems.add(f"cannot be listed ({error.strerror})", where=str(folder), expected="a folder")
         return []
     problems.extend(unreadable_name(item) for item in items if not is_text(item.name))
     return [item for item in items if is_text(item.name)]
@@ -99,7 +106,7 @@ def unreadable_name(path: Path) -> DataError:
     return DataError(f"the name {os.fsencode(path.name)!r} is not UTF-8", expected="a readable name", fix="rename it")
 
 
-def list_cases(folder: Path, problems: list[SegcalError], notes: list[str] | None = None) -> dict[str, Path]:
+def list_cases(folder: Path, problems: Problems, notes: list[str] | None = None) -> dict[str, Path]:
     """The files of known formats, by case. Two files for one case are a problem, and so are pickles."""
     found: dict[str, Path] = {}
     unknown = []
@@ -108,24 +115,16 @@ def list_cases(folder: Path, problems: list[SegcalError], notes: list[str] | Non
         if parts is None:
             unknown.append(path.name)
             if path.suffix.lower() in _PICKLES:
-                problems.append(
-                    DataError(
-                        f"{path.suffix} files are pickles, which segcal never loads",
-                        where=str(path),
-                        expected=f"a file of the format {', '.join(SCORE_FORMATS)}",
-                        fix="save the array itself, e.g. numpy.save(file, tensor.numpy())",
-                    )
+                problems.add(
+                    f"{path.suffix} files are pickles, which segcal never loads",
+                    where=str(path),
+                    expected=f"a file of the format {', '.join(SCORE_FORMATS)}",
+                    fix="save the array itself, e.g. numpy.save(file, tensor.numpy())",
                 )
         elif parts[0] in found:
-            problems.append(
-                DataError(
-                    f"two files for one case: {found[parts[0]].name} and {path.name}",
-                    case=parts[0],
-                    where=str(folder),
-                    expected="one",
-                    fix="remove or rename one of them",
-                )
-            )
+            problem = f"two files for one case: {found[parts[0]].name} and {path.name}"
+            fix = "remove or rename one of them"
+            problems.add(problem, case=parts[0], where=str(folder), expected="one", fix=fix)
         else:
             found[parts[0]] = path
     if unknown and notes is not None:
@@ -138,20 +137,15 @@ def _some(names: Sequence[str]) -> str:
 
 
 def collect_members(
-    members: Sequence[dict[str, Path]], folders: Sequence[Path], problems: list[SegcalError]
+    members: Sequence[dict[str, Path]], folders: Sequence[Path], problems: Problems
 ) -> tuple[CaseFiles, ...]:
     """Collect the members of each case. A member that lacks a case is a problem, and the case is left out."""
     cases = []
     for name in sorted(set().union(*members)):
         lacking = [folder.name for folder, files in zip(folders, members, strict=False) if name not in files]
         if lacking:
-            problems.append(
-                DataError(
-                    f"no scores from the ensemble members {', '.join(lacking)}",
-                    case=name,
-                    expected="a file in every member's folder",
-                )
-            )
+            problem = f"no scores from the ensemble members {', '.join(lacking)}"
+            problems.add(problem, case=name, expected="a file in every member's folder")
         else:
             cases.append(CaseFiles(name, tuple(files[name] for files in members)))
     return tuple(cases)
@@ -166,9 +160,7 @@ def attach(found: Found, root: Path) -> Found:
         path = root / (declared or usual)
         if not path.is_dir():
             if declared:
-                problems.append(
-                    DataError("is not a folder", where=str(path), expected=f"the {usual} that were declared")
-                )
+                problems.add("is not a folder", where=str(path), expected=f"the {usual} that were declared")
             return {}
         files = list_cases(path, problems, found.notes)
         # nnU-Net names the channels of an image case_0000, case_0001, ...
@@ -176,13 +168,11 @@ def attach(found: Found, root: Path) -> Found:
         strays = [files[name].name for name, owner in owners.items() if owner not in ids]
         lacking = sorted(ids - set(owners.values()))
         if ids and len(lacking) == len(ids) and (usual == "masks" or (declared and usual == "images")):
-            problems.append(
-                DataError(
-                    f"none of its {len(files)} files belongs to a case" + (f": {_some(strays)}" if strays else ""),
-                    where=str(path),
-                    expected=f"files named as the scores are, {lacking[0]}.*",
-                    fix="rename the files, or remove the folder",
-                )
+            problems.add(
+                f"none of its {len(files)} files belongs to a case" + (f": {_some(strays)}" if strays else ""),
+                where=str(path),
+                expected=f"files named as the scores are, {lacking[0]}.*",
+                fix="rename the files, or remove the folder",
             )
         elif ids and strays:
             found.notes.append(f"{path}: not read, because there are no scores of this name: {_some(strays)}")
@@ -190,8 +180,7 @@ def attach(found: Found, root: Path) -> Found:
             found.notes.append(f"{path}: no mask, so every voxel counts, for {_some(lacking)}")
         return files
 
-    labels, images = folder(config.labels, "labels"), folder(config.images, "images")
-    masks, posteriors = folder(config.masks, "masks"), folder(config.posteriors, "posteriors")
+    labels, images, masks, posteriors = (folder(getattr(config, usual), usual) for usual in _EXTRAS)
     channels: dict[str, list[Path]] = {}
     for name, path in images.items():
         channels.setdefault(_owner(name, ids), []).append(path)
@@ -217,19 +206,17 @@ def _owner(image: str, ids: set[str]) -> str:
 
 
 def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfig]:
-    present = [kind for kind in KINDS if (root / kind).is_dir()]
     if config.scores:
-        folder = root / config.scores
-        kind = config.kind or next((kind for kind in KINDS if kind == folder.name), None)
-        if kind is None:
-            raise _undeclared(f"the scores are in {config.scores}/, which does not name their kind", root)
-    elif not present:
-        raise _nothing_found(root)
+        named = [kind for kind in KINDS if kind == (root / config.scores).name]
     else:
-        kind = config.kind or present[0]
-        folder = root / kind
-        if len(present) == 2 and config.kind is None:
-            raise _undeclared("there are both logits/ and probs/", root)
+        named = [kind for kind in KINDS if (root / kind).is_dir()]
+        if not named:
+            raise _nothing_found(root)
+    if config.kind is None and len(named) != 1:
+        problem = f"the scores are in {config.scores}/, which does not name their kind"
+        raise _undeclared(problem if config.scores else "there are both logits/ and probs/", root)
+    kind = config.kind or named[0]
+    folder = root / (config.scores or kind)
     if not folder.is_dir():
         raise DataError("is not a folder", where=str(folder), expected="the folder of the scores")
     if folder.name in KINDS and folder.name != kind:
@@ -247,7 +234,7 @@ def _undeclared(problem: str, root: Path) -> DataError:
 
 
 def _nothing_found(root: Path) -> SegcalError:
-    problems: list[SegcalError] = []
+    problems = Problems()
     entries = [item.name + ("/" if item.is_dir() else "") for item in list_folder(root, problems)]
     if problems:
         return problems[0]

@@ -12,8 +12,8 @@ from scipy import ndimage
 
 from segcal.cases.config import DatasetConfig, parse_config
 from segcal.cases.formats import Array, split_suffix
-from segcal.cases.layout import CaseFiles, Found, attach, collect_members, list_folder
-from segcal.errors import DataError, SegcalError
+from segcal.cases.layout import CaseFiles, Found, Problems, attach, collect_members, list_folder
+from segcal.errors import DataError
 
 # Formats of nnU-Net's segmentations, in order of preference.
 _SEGMENTATIONS = (".nii.gz", ".nii", ".png", ".tif")
@@ -28,10 +28,10 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
     regions. The pickled sidecars are not opened. The ground truth is elsewhere: ``labels`` says where.
     """
     base = root / (config.scores or ".")
-    problems: list[SegcalError] = []
+    problems = Problems()
     folds = sorted(base.glob("fold_*/validation"))
     here = _scores(base, problems)
-    members = [item for item in list_folder(base, []) if item.is_dir() and _scores(item, [])]
+    members = [item for item in list_folder(base, Problems()) if item.is_dir() and _scores(item, Problems())]
     if here:
         cases, members = collect_members([here], [base], problems), []
     elif folds:
@@ -46,8 +46,8 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
             fix="predict with --save_probabilities (validation: nnUNetv2_train ... --val --npz)",
         )
     config = _with_description(base, members, replace(config, kind="probs"))
-    segmentations: dict[Path, dict[str, Path]] = {}
-    cases = tuple(replace(case, prediction=_prediction(case.members[0], segmentations)) for case in cases)
+    segmentations = {folder: _segmentations(folder) for folder in {case.members[0].parent for case in cases}}
+    cases = tuple(replace(c, prediction=segmentations[c.members[0].parent].get(c.members[0].stem)) for c in cases)
     return attach(Found(config, cases, tuple(item.name for item in members), problems), root)
 
 
@@ -71,36 +71,28 @@ def connected_to_border(background: Array) -> Array:
     return np.isin(pieces, touching[touching > 0])
 
 
-def _scores(folder: Path, problems: list[SegcalError]) -> dict[str, Path]:
+def _scores(folder: Path, problems: Problems) -> dict[str, Path]:
     """The npz files of a folder, by case. The segmentations beside them are not scores."""
     return {path.stem: path for path in list_folder(folder, problems) if path.suffix.lower() == ".npz"}
 
 
-def _cross_validation(folds: list[Path], problems: list[SegcalError]) -> tuple[CaseFiles, ...]:
+def _cross_validation(folds: list[Path], problems: Problems) -> tuple[CaseFiles, ...]:
     found: dict[str, Path] = {}
     for fold in folds:
         for name, path in _scores(fold, problems).items():
             if name in found:
-                problems.append(
-                    DataError(
-                        f"two files for one case: in {found[name].parent.parent.name} and {fold.parent.name}",
-                        case=name,
-                        expected="every case in the validation of one fold",
-                    )
-                )
+                problem = f"two files for one case: in {found[name].parent.parent.name} and {fold.parent.name}"
+                problems.add(problem, case=name, expected="every case in the validation of one fold")
             found.setdefault(name, path)
     return tuple(CaseFiles(name, (path,)) for name, path in sorted(found.items()))
 
 
-def _prediction(scores: Path, segmentations: dict[Path, dict[str, Path]]) -> Path | None:
-    """The segmentation beside a score file; ``segmentations`` caches the folders that were listed."""
-    folder = scores.parent
-    if folder not in segmentations:
-        named = [(split_suffix(path.name), path) for path in list_folder(folder, [])]
-        found = [(*parts, path) for parts, path in named if parts and parts[1].lower() in _SEGMENTATIONS]
-        found.sort(key=lambda item: _SEGMENTATIONS.index(item[1].lower()), reverse=True)
-        segmentations[folder] = {name: path for name, _, path in found}
-    return segmentations[folder].get(scores.stem)
+def _segmentations(folder: Path) -> dict[str, Path]:
+    """nnU-Net's segmentations in a folder, by case."""
+    named = [(split_suffix(path.name), path) for path in list_folder(folder, Problems())]
+    found = [(*parts, path) for parts, path in named if parts and parts[1].lower() in _SEGMENTATIONS]
+    found.sort(key=lambda item: _SEGMENTATIONS.index(item[1].lower()), reverse=True)
+    return {name: path for name, _, path in found}
 
 
 def _with_description(base: Path, members: list[Path], config: DatasetConfig) -> DatasetConfig:

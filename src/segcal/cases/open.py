@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,26 @@ def find_cases(path: Path, **declared: Any) -> Found:
     if path.is_file() and path.suffix.lower() != ".toml":
         raise DataError("is a file", where=str(path), expected="a dataset folder or a segcal.toml")
     config = load_config(file) if file.is_file() else DatasetConfig()
-    overrides = asdict(parse_config({name: value for name, value in declared.items() if value is not None}))
-    config = replace(config, **{name: overrides[name] for name in declared if declared[name] is not None})
+    overrides = parse_config(declared)
+    config = replace(config, **{name: getattr(overrides, name) for name in declared if declared[name] is not None})
     found = find_nnunet(root, config) if config.layout == "nnunet" else find_plain(root, config)
     found = replace(found, config=found.config.with_defaults())
     if found.config.exterior == "mask" and found.config.kind == "logits":
         raise ConfigError(
             "exterior = 'mask' with logits", where=str(file), expected="probabilities, padded with one-hot"
         )
-    found.problems.extend(_confusions(found))
+    names = [case.id for case in found.cases]
+    by_look: dict[str, list[str]] = {}
+    for name in names:
+        by_look.setdefault(unicodedata.normalize("NFC", name), []).append(name)
+    for name, alike in by_look.items():
+        if len(alike) > 1:
+            spellings = " and ".join(map(ascii, alike))
+            found.problems.add(f"two cases look the same: {spellings}", case=name, expected="different names")
+    spacing = found.config.spacing if isinstance(found.config.spacing, Mapping) else {}
+    if unknown := sorted(set(spacing) - set(names)):
+        found.notes.append(f"[spacing] names cases that do not exist: {', '.join(unknown[:3])}")
     try:
-        names = [case.id for case in found.cases]
         by_group(names, found.config.groups)
         check_splits(found.config.splits, names, found.config.groups)
     except SegcalError as error:
@@ -82,22 +91,6 @@ def find_cases(path: Path, **declared: Any) -> Found:
     if not found.cases and not found.problems:
         raise DataError("no cases", where=str(root / (found.config.scores or ".")), expected="at least one score file")
     return found
-
-
-def _confusions(found: Found) -> list[SegcalError]:
-    """The errors of case names that look the same but differ. A spacing of unknown cases is noted."""
-    problems: list[SegcalError] = []
-    alike: dict[str, list[str]] = {}
-    for case in found.cases:
-        alike.setdefault(unicodedata.normalize("NFC", case.id), []).append(case.id)
-    for name, ids in alike.items():
-        if len(ids) > 1:
-            spellings = " and ".join(ascii(one) for one in ids)
-            problems.append(DataError(f"two cases look the same: {spellings}", case=name, expected="different names"))
-    spacing = found.config.spacing if isinstance(found.config.spacing, Mapping) else {}
-    if unknown := sorted(set(spacing) - {case.id for case in found.cases}):
-        found.notes.append(f"[spacing] names cases that do not exist: {', '.join(unknown[:3])}")
-    return problems
 
 
 def missing_labels(found: Found) -> list[SegcalError]:

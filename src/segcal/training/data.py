@@ -14,7 +14,7 @@ from torch import Tensor
 
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
 from segcal.cases.formats import open_array
-from segcal.cases.layout import CaseFiles, Found, attach, list_cases
+from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases
 from segcal.cases.missing import check_values
 from segcal.cases.oriented import Oriented, orient
 from segcal.cases.splits import by_group, check_splits, draw_parts, part_sizes
@@ -214,7 +214,7 @@ def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
 
 def _find(root: Path, declared: DatasetConfig) -> Sequence[CaseFiles]:
     """The files of every scan. A scan without image or label is an error."""
-    problems: list[SegcalError] = []
+    problems = Problems()
     folders = root / (declared.images or "images"), root / (declared.labels or "labels")
     for folder in folders:
         if not folder.is_dir():
