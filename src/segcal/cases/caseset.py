@@ -31,6 +31,10 @@ class CaseRef:
     id: str
     open: Callable[[], Case]
 
+    def then(self, method: str, *arguments: Any) -> CaseRef:
+        """The case that a method of this one returns."""
+        return CaseRef(self.id, partial(_open_and_call, self, method, *arguments))
+
 
 class Split(NamedTuple):
     """Three disjoint parts of a ``CaseSet``."""
@@ -118,8 +122,7 @@ class CaseSet(Sequence[Case]):
     def select(self, ids: Sequence[str]) -> CaseSet:
         """The cases with these names, in the order given."""
         known = {ref.id: ref for ref in self.refs}
-        missing = [name for name in ids if name not in known]
-        if missing:
+        if missing := [name for name in ids if name not in known]:
             raise InputError(f"no case named {some(missing)}", where="ids", expected=f"one of {some(self.ids)}")
         return self._keep(tuple(known[name] for name in ids))
 
@@ -133,11 +136,8 @@ class CaseSet(Sequence[Case]):
         """The cases of a part that ``segcal.toml`` declares under ``[splits]``."""
         check_name("part", name, PARTS)
         if name not in self.splits:
-            raise InputError(
-                f"the dataset declares no {name} part",
-                where="splits",
-                expected=f"{name} = [...] under [splits] in segcal.toml",
-            )
+            expected = f"{name} = [...] under [splits] in segcal.toml"
+            raise InputError(f"the dataset declares no {name} part", where="splits", expected=expected)
         return self.select(self.splits[name])
 
     @property
@@ -171,7 +171,7 @@ class CaseSet(Sequence[Case]):
         if self.num_members is None:
             raise no_members()
         chosen = check_members(members, self.num_members)
-        refs = tuple(CaseRef(ref.id, partial(_open_pooled, ref, chosen, space)) for ref in self.refs)
+        refs = tuple(ref.then("pooled", space, chosen) for ref in self.refs)
         return replace(self, refs=refs, num_members=len(chosen))
 
     def channel(self, index: int) -> CaseSet:
@@ -188,8 +188,7 @@ class CaseSet(Sequence[Case]):
         if not 0 <= index < count:
             expected = f"0..{count - 1}" if count else "multi-label data, which these are not"
             raise InputError(f"channel {index}", where="cases", expected=expected)
-        refs = tuple(CaseRef(ref.id, partial(_open_channel, ref, index)) for ref in self.refs)
-        return replace(self, refs=refs, channel_names=None)
+        return replace(self, refs=tuple(ref.then("channel", index) for ref in self.refs), channel_names=None)
 
     def shard(self, rank: int, world: int) -> CaseSet:
         """Every ``world``-th case from ``rank`` on: the share of process ``rank`` of ``world``."""
@@ -233,23 +232,20 @@ class CaseSet(Sequence[Case]):
                     expected="at least one group for every part asked for",
                     fix="use fewer parts, other sizes, or smaller groups",
                 )
-        chosen = [{case for name in part for case in members[name]} for part in parts]
-        return Split(*(self.select([case for case in self.ids if case in own]) for own in chosen))
+        return Split(*(self._keep([ref for ref in self.refs if ref.id in part]) for part in parts))
 
     def folds(self, count: int, *, seed: int = 0, groups: Groups | None = None) -> list[tuple[CaseSet, CaseSet]]:
         """(The others, the fold) for each of ``count`` parts of nearly equal size. Groups stay together as in split."""
         check_seed(seed)
         members = by_group(self.ids, groups or self.groups)
         if not 2 <= count <= len(members):
-            raise InputError(
-                f"{count} folds of {len(members)} groups", where="folds", expected="at least 2, and one group for each"
-            )
+            problem = f"{count} folds of {len(members)} groups"
+            raise InputError(problem, where="folds", expected="at least 2, and one group for each")
         sizes = [len(self) // count + (part < len(self) % count) for part in range(count)]
         parts = draw_parts(members, sizes, [True] * count, seed)
-        fold_of = {case: part for part, chosen in enumerate(parts) for name in chosen for case in members[name]}
-        own = [[case for case in self.ids if fold_of[case] == part] for part in range(count)]
-        others = [[case for case in self.ids if fold_of[case] != part] for part in range(count)]
-        return [(self.select(rest), self.select(fold)) for rest, fold in zip(others, own, strict=True)]
+        others = [self._keep([ref for ref in self.refs if ref.id not in part]) for part in parts]
+        folds = [self._keep([ref for ref in self.refs if ref.id in part]) for part in parts]
+        return list(zip(others, folds, strict=True))
 
 
 def numbered_channels(count: int) -> tuple[str, ...]:
@@ -257,12 +253,9 @@ def numbered_channels(count: int) -> tuple[str, ...]:
     return tuple(f"channel {index}" for index in range(count))
 
 
-def _open_pooled(ref: CaseRef, members: tuple[int, ...], space: Kind | None) -> Case:
-    return ref.open().pooled(space, members)
-
-
-def _open_channel(ref: CaseRef, index: int) -> Case:
-    return ref.open().channel(index)
+def _open_and_call(ref: CaseRef, method: str, *arguments: Any) -> Case:
+    case: Case = getattr(ref.open(), method)(*arguments)
+    return case
 
 
 @contextmanager

@@ -39,15 +39,12 @@ def group_of(name: str, groups: Groups | None) -> str:
         try:
             match = re.search(groups, name)
         except re.error as error:
-            raise InputError(
-                f"the pattern {groups!r} is not valid ({error})", where="groups", expected="a regular expression"
-            ) from None
+            problem = f"the pattern {groups!r} is not valid ({error})"
+            raise InputError(problem, where="groups", expected="a regular expression") from None
         if match is None or (match.re.groups and match.group(1) is None):
-            raise InputError(
-                f"the pattern {groups!r} does not match case '{name}'",
-                where="groups",
-                expected="a regular expression that finds the group in every case name",
-            )
+            problem = f"the pattern {groups!r} does not match case '{name}'"
+            expected = "a regular expression that finds the group in every case name"
+            raise InputError(problem, where="groups", expected=expected)
         return match.group(1) if match.re.groups else match.group()
     if isinstance(groups, Mapping):
         if name not in groups:
@@ -100,17 +97,12 @@ def in_no_part(names: Sequence[str]) -> list[str]:
 
 def part_sizes(parts: Sequence[float | int], total: int) -> list[int]:
     """Sizes of parts in cases, from fractions or whole numbers; cumulative shares are rounded."""
-    if any(part < 0 for part in parts):
-        raise InputError(f"sizes {tuple(parts)}", where="split", expected="no negative size")
-    if all(isinstance(part, int) or part == 0 for part in parts):
-        counts = [int(part) for part in parts]
-    elif sum(parts) <= 1 + 1e-9:
-        edges = np.floor(np.cumsum(parts) * total + 0.5).astype(int)
-        counts = np.diff(edges, prepend=0).tolist()
-    else:
-        raise InputError(
-            f"sizes {tuple(parts)}", where="split", expected="fractions that sum to at most 1, or whole numbers"
-        )
+    whole = all(isinstance(part, int) or part == 0 for part in parts)
+    if any(part < 0 for part in parts) or not (whole or sum(parts) <= 1 + 1e-9):
+        expected = "fractions that sum to at most 1, or whole numbers, none negative"
+        raise InputError(f"sizes {tuple(parts)}", where="split", expected=expected)
+    edges = np.cumsum(parts) if whole else np.floor(np.cumsum(parts) * total + 0.5)
+    counts = np.diff(edges.astype(int), prepend=0).tolist()
     if sum(counts) > total:
         raise InputError(f"{sum(counts)} cases asked for", where="split", expected=f"at most the {total} there are")
     return counts
@@ -118,11 +110,11 @@ def part_sizes(parts: Sequence[float | int], total: int) -> list[int]:
 
 def draw_parts(
     members: Mapping[str, Sequence[str]], sizes: Sequence[int], asked: Sequence[bool], seed: int
-) -> list[list[str]]:
+) -> list[set[str]]:
     """Assign groups at random to parts of about these sizes, at least one to each part that is asked for.
 
-    Each draw gives the groups, in random order, to the part that lacks the most cases. Of 32 draws, the first one of
-    the closer half is taken. If every case is its own group, one draw meets the sizes.
+    Returns the cases of each part. Each draw gives the groups, in random order, to the part that lacks the most cases.
+    Of 32 draws, the first one of the closer half is taken. If every case is its own group, one draw meets the sizes.
     """
     names = sorted(members)
     random = np.random.default_rng(seed)
@@ -133,7 +125,8 @@ def draw_parts(
         found = (sum(len(members[name]) for name in part) for part in parts)
         drawn.append((sum(abs(size - wanted) for size, wanted in zip(found, sizes, strict=True)), parts))
     near = np.quantile([distance for distance, _ in drawn], _NEAREST)
-    return next(parts for distance, parts in drawn if distance <= near)
+    chosen = next(parts for distance, parts in drawn if distance <= near)
+    return [{case for name in part for case in members[name]} for part in chosen]
 
 
 def _fill(groups: Sequence[tuple[str, int]], sizes: Sequence[int], asked: Sequence[bool]) -> list[list[str]]:

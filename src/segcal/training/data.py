@@ -145,8 +145,7 @@ def split_names(
             where="split",
             expected="at least one patient for each of training, validation and test",
         )
-    chosen = [{name for group in part for name in members[group]} for part in drawn]
-    return {part: tuple(name for name in names if name in own) for part, own in zip(PARTS, chosen, strict=True)}
+    return {part: tuple(name for name in names if name in own) for part, own in zip(PARTS, drawn, strict=True)}
 
 
 def open_dataset(config: TrainingConfig) -> Dataset:
