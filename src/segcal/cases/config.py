@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from segcal.cases.rules import BOOL, Rule, Table, checked, choice, is_whole, list_of
 from segcal.cases.splits import PARTS
-from segcal.cases.toml import read_toml
+from segcal.cases.toml import BOOL, Rule, Table, checked, choice, is_whole, list_of, read_toml
 from segcal.errors import ConfigError
 from segcal.types import Kind
 
@@ -31,11 +30,6 @@ def _is_int(value: Any) -> bool:
     return is_whole(value) and -(2**63) <= value < 2**63
 
 
-def _are_names(value: Any) -> bool:
-    texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    return texts and len(set(value)) == len(value)
-
-
 def _pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -48,19 +42,13 @@ _TEXT = Rule(lambda v: isinstance(v, str), "a text")
 _PATTERN = Rule(lambda v: isinstance(v, str), "a text", _pattern)
 _INTEGER = Rule(_is_int, "a whole number that fits 64 bits")
 _COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
-_NAMES = Rule(_are_names, "a list of texts, all different names", tuple)
+_NAMES = list_of(_TEXT.good, "a list of texts, all different names", whole=lambda v: len(set(v)) == len(v))
 _BACKGROUND = Rule(lambda v: v == "none" or _is_int(v), "the number of a class, or 'none'")
-_LABELS = Rule(
-    lambda v: isinstance(v, list | tuple) and bool(v) and all(_is_int(item) and item >= 0 for item in v),
-    "a list of labels",
-    tuple,
+_LABELS = list_of(lambda v: _is_int(v) and v >= 0, "a list of labels", whole=bool)
+_SIZES = list_of(
+    lambda v: isinstance(v, int | float) and is_spacing(v), f"a list of {SPACING_RANGE}, one per axis", float
 )
-_SIZES = Rule(
-    lambda v: isinstance(v, list | tuple) and all(isinstance(item, int | float) and is_spacing(item) for item in v),
-    f"a list of {SPACING_RANGE}, one per axis",
-    lambda v: tuple(map(float, v)),
-)
-_CASES = list_of(lambda item: isinstance(item, str), f"{', '.join(PARTS)}: lists of case names")
+_CASES = list_of(_TEXT.good, f"{', '.join(PARTS)}: lists of case names")
 
 
 @dataclass(frozen=True)
@@ -138,11 +126,6 @@ class DatasetConfig:
             multilabel=bool(self.multilabel or self.regions),
             exterior=self.exterior or ("mask" if self.layout == "nnunet" else "keep"),
         )
-
-
-def background_line(background: int | None) -> str:
-    """The line of ``segcal.toml`` that names the background class."""
-    return 'background = "none"' if background is None else f"background = {background}"
 
 
 def load_config(path: Path) -> DatasetConfig:

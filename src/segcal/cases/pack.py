@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,10 +15,10 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
-from segcal.cases.config import CONFIG_NAME, background_line
+from segcal.cases.config import CONFIG_NAME
 from segcal.cases.formats import SCORE_FORMATS, Array, ArraySpec
 from segcal.cases.output import OutputFolder
-from segcal.cases.toml import toml_text, toml_texts
+from segcal.cases.toml import toml_document
 from segcal.errors import DataError, InputError, check_name
 from segcal.files.atomic import file_name
 from segcal.scores import round_keeping_argmax
@@ -174,25 +173,16 @@ def _write_whole(output: OutputFolder, case: Case, relative: str, key: str, arra
             write(rows, array[(slice(None),) * axis + (rows,)])
 
 
-def _describe(cases: CaseSet, spacing: dict[str, tuple[float, ...]], ignored: int) -> str:
-    """The ``segcal.toml`` of the written dataset. Numbers and lists of them look the same in JSON and TOML."""
-    lines = ["# Written by segcal.", 'kind = "logits"', f"ignore_index = {ignored}"]
-    if ignored != cases.ignore_index:
-        lines[-1] += f"  # {cases.ignore_index} in the data that this was made from, which the format cannot hold"
+def _describe(cases: CaseSet, spacing: Mapping[str, tuple[float, ...]], ignored: int) -> str:
+    """The ``segcal.toml`` of the written dataset."""
+    one = set(spacing.values()).pop() if len(set(spacing.values())) == 1 and len(spacing) == len(cases) else None
+    about: dict[str, Any] = {"kind": "logits", "ignore_index": ignored}
     if cases.channel_names is not None:
-        lines.append("multilabel = true")
+        about["multilabel"] = True
     else:
-        lines.append(f"classes = {cases.num_classes}")
-        lines.append(background_line(cases.background))
-    if names := cases.channel_names or cases.class_names:
-        lines.append(f"class_names = {toml_texts(names)}")
-    if isinstance(cases.groups, str):
-        lines.append(f"groups = {toml_text(cases.groups)}")
-    values = set(spacing.values())
-    if len(values) == 1 and len(spacing) == len(cases):
-        lines.append(f"spacing = {json.dumps(values.pop())}")
-    elif spacing:
-        lines += ["", "[spacing]", *(f"{toml_text(name)} = {json.dumps(value)}" for name, value in spacing.items())]
-    if cases.splits:
-        lines += ["", "[splits]", *(f"{part} = {toml_texts(ids)}" for part, ids in cases.splits.items())]
-    return "\n".join(lines) + "\n"
+        about |= {"classes": cases.num_classes, "background": "none" if cases.background is None else cases.background}
+    about["class_names"] = cases.channel_names or cases.class_names
+    about["groups"] = cases.groups if isinstance(cases.groups, str) else None
+    about |= {"spacing": one or spacing, "splits": cases.splits}
+    replaced = f"{cases.ignore_index} in the data that this was made from is {ignored} here: the format cannot hold it."
+    return toml_document(about, "" if ignored == cases.ignore_index else replaced)

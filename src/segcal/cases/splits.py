@@ -102,7 +102,7 @@ def part_sizes(parts: Sequence[float | int], total: int) -> list[int]:
         expected = "fractions that sum to at most 1, or whole numbers, none negative"
         raise InputError(f"sizes {tuple(parts)}", where="split", expected=expected)
     edges = np.cumsum(parts) if whole else np.floor(np.cumsum(parts) * total + 0.5)
-    counts = np.diff(edges.astype(int), prepend=0).tolist()
+    counts: list[int] = np.diff(edges.astype(int), prepend=0).tolist()
     if sum(counts) > total:
         raise InputError(f"{sum(counts)} cases asked for", where="split", expected=f"at most the {total} there are")
     return counts

@@ -1,12 +1,16 @@
-"""Reading and writing TOML. Python reads TOML but does not write it."""
+"""TOML files: read, checked key by key, and written.
+
+A config class annotates each of its fields with the rule of its key.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from segcal.errors import ConfigError, OutputError, did_you_mean
 
@@ -40,25 +44,122 @@ def check_known(kind: str, given: Iterable[str], known: Sequence[str], of: str =
             )
 
 
-def toml_text(text: str) -> str:
-    """A text in quotes, as a value or as a key.
+class Rule(NamedTuple):
+    """Which values a key may have, how an error describes them, and how a value is stored."""
 
-    TOML has the escapes of JSON, except for surrogate pairs. So only control characters are escaped, and the file must
-    be written as UTF-8.
+    good: Callable[[Any], bool]
+    expected: str
+    store: Callable[[Any], Any] = lambda value: value
+
+    def check(self, name: str, value: Any) -> Any:
+        """Raise unless the value is good. Returns it as it is stored."""
+        if not self.good(value):
+            raise ConfigError(f"{name} = {value!r}", expected=self.expected)
+        return self.store(value)
+
+
+class Table(NamedTuple):
+    """A rule for every value of a table; ``single`` also allows one such value without a table."""
+
+    rule: Rule
+    single: bool = False
+
+    def check(self, name: str, value: Any) -> Any:
+        """Raise unless every value is good. Returns them as they are stored."""
+        if self.single and not isinstance(value, Mapping):
+            return self.rule.check(name, value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r}", expected="a table")
+        return {key: self.rule.check(f"{name}.{key}", item) for key, item in value.items()}
+
+
+def is_whole(value: Any) -> bool:
+    """Whether this is a whole number, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any, lowest: float = -math.inf) -> bool:
+    """Whether this is a finite number above ``lowest``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and lowest < value < math.inf
+
+
+def is_text(value: Any) -> bool:
+    """Whether this is a text that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def choice(literal: Any) -> Rule:
+    """One of the values of a ``Literal``."""
+    return Rule(lambda v: v in get_args(literal), " or ".join(map(repr, get_args(literal))))
+
+
+def list_of(
+    good: Callable[[Any], bool], expected: str, store: Any = lambda item: item, whole: Any = lambda items: True
+) -> Rule:
+    """A list of good items that is good as a whole, too, stored as a tuple."""
+    return Rule(
+        lambda v: isinstance(v, list | tuple) and all(map(good, v)) and whole(v),
+        expected,
+        lambda v: tuple(map(store, v)),
+    )
+
+
+BOOL = Rule(lambda v: isinstance(v, bool), "true or false")
+
+
+def checked(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys and values of a file, each checked and stored by the rule of the field of this name.
 
     Examples:
-        >>> print(toml_text('left "big" \\\\ ventricle'), toml_text("tumour \\U0001F9E0"))
-        "left \\"big\\" \\\\ ventricle" "tumour 🧠"
+        >>> from segcal.cases.config import DatasetConfig
+        >>> checked(DatasetConfig, {"kind": "probs", "class_names": ["a", "b"]})
+        {'kind': 'probs', 'class_names': ('a', 'b')}
     """
+    hints = get_type_hints(cls, include_extras=True)
+    check_known("key", raw, list(hints))
+    return {name: get_args(hints[name])[1].check(name, value) for name, value in raw.items()}
+
+
+def toml_document(values: Mapping[str, Any], comment: str = "") -> str:
+    """A TOML file: texts, numbers, lists of them, and tables, which come last. None and empty tables are left out.
+
+    Examples:
+        >>> print(toml_document({"splits": {"test": ["a"]}, "classes": 3, "groups": None}), end="")
+        # Written by segcal.
+        classes = 3
+        <BLANKLINE>
+        [splits]
+        test = ["a"]
+    """
+    lines = ["# Written by segcal.", *([f"# {comment}"] if comment else [])]
+    for name, value in sorted(values.items(), key=lambda item: isinstance(item[1], Mapping)):
+        if isinstance(value, Mapping) and value:
+            lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())]
+        elif value is not None and not isinstance(value, Mapping):
+            lines.append(f"{name} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if key.isascii() and key.isidentifier() else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    """Numbers look the same in JSON and TOML. Texts have the same escapes, except for surrogate pairs.
+
+    So only control characters are escaped, and the file must be written as UTF-8.
+
+    Examples:
+        >>> print(_toml_value(['left "big" \\\\ ventricle', "tumour \\U0001F9E0"]))
+        ["left \\"big\\" \\\\ ventricle", "tumour 🧠"]
+    """
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise OutputError(
-            f"the name {text!r} is not valid text", expected="Unicode", fix="rename it and try again"
+            f"the name {value!r} is not valid text", expected="Unicode", fix="rename it and try again"
         ) from None
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def toml_texts(texts: Iterable[str]) -> str:
-    """A list of texts."""
-    return f"[{', '.join(map(toml_text, texts))}]"
+    return text

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from torch import nn
 
-from segcal.cases.rules import BOOL, Rule, checked, choice, is_number, is_text, is_whole, list_of
-from segcal.cases.toml import check_known, read_toml
+from segcal.cases.toml import BOOL, Rule, check_known, checked, choice, is_number, is_text, is_whole, list_of, read_toml
 from segcal.errors import MAX_SEED, ConfigError, check_name
 from segcal.losses import LOSSES, CombinedLoss
 from segcal.training.networks import Network, Norm

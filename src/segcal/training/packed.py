@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from segcal.cases.config import CONFIG_NAME, background_line
+from segcal.cases.config import CONFIG_NAME
 from segcal.cases.formats import ArraySpec, create_array
 from segcal.cases.splits import by_group
-from segcal.cases.toml import toml_text, toml_texts
+from segcal.cases.toml import toml_document
 from segcal.errors import DataError, InputError, SegcalError, check_seed, check_whole
 from segcal.files.atomic import atomic_path, file_name, writing
 from segcal.training.data import SHARES, split_names
@@ -252,11 +252,7 @@ def _draw(names: Sequence[str], count: int | None, seed: int) -> list[str]:
 
 def _describe(parts: Mapping[str, Sequence[str]], classes: int, about: Known, groups: str | None) -> str:
     """The text of ``segcal.toml``. Training scans are those that are in no list."""
-    lines = ["# Written by segcal.", f"classes = {classes}", f"ignore_index = {about.ignore_index}"]
-    lines.append(background_line(about.background))
-    if about.class_names is not None:
-        lines.append(f"class_names = {toml_texts(about.class_names)}")
-    if groups is not None:
-        lines.append(f"groups = {toml_text(groups)}")
-    lines += ["", "[splits]", *(f"{part} = {toml_texts(parts[part])}" for part in parts if part != "train")]
-    return "\n".join(lines) + "\n"
+    about_background = "none" if about.background is None else about.background
+    held_out = {part: names for part, names in parts.items() if part != "train"}
+    keys = {"classes": classes, "ignore_index": about.ignore_index, "background": about_background}
+    return toml_document(keys | {"class_names": about.class_names, "groups": groups, "splits": held_out})
