@@ -241,7 +241,7 @@ def test_equal_infinities_do_not_differ():
 
 @pytest.mark.parametrize("baseline", [-1, 3])
 def test_the_baseline_is_one_of_the_methods(baseline):
-    with pytest.raises(InputError, match=f"baseline is {baseline}; expected the index of one of 3 methods"):
+    with pytest.raises(InputError, match=f"baseline is {baseline}; expected a whole number from 0 to 2"):
         paired_difference(np.zeros((1, 4, 3)), baseline)
 
 

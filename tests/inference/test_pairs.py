@@ -168,8 +168,8 @@ def test_benjamini_hochberg_keeps_the_false_discovery_rate():
     ("call", "says"),
     [
         (lambda: benjamini_hochberg([0.5, 1.2]), "p has values from 0.5 to 1.2; expected p-values in"),
-        (lambda: compare_pairs([[1.0, 2.0]], test="t"), "test is 't'; expected 'wilcoxon' or 'mann-whitney'"),
-        (lambda: compare_pairs([[1.0, 2.0]], baseline=2), "baseline is 2; expected the index of one of 2 methods"),
+        (lambda: compare_pairs([[1.0, 2.0]], test="t"), "test is 't'; expected one of wilcoxon, mann-whitney"),
+        (lambda: compare_pairs([[1.0, 2.0]], baseline=2), "baseline is 2; expected a whole number from 0 to 1"),
         (lambda: compare_pairs([1.0, 2.0]), r"values has shape \(2,\); expected numbers of shape \(cases, methods\)"),
         (lambda: compare_pairs(np.zeros((0, 2))), r"values has shape \(0, 2\)"),
     ],

@@ -12,36 +12,6 @@ it import it themselves.
 
 from __future__ import annotations
 
-from segcal.inference.bootstrap import (
-    FEW_GROUPS,
-    Interval,
-    PairedDifference,
-    bootstrap_interval,
-    hierarchical_bootstrap,
-    mean_over_repeats,
-    paired_difference,
-    standard_error,
-)
-from segcal.inference.pairs import PairTest, benjamini_hochberg, compare_pairs
-from segcal.inference.ranks import Friedman, Ranking, critical_difference, friedman, groups, mean_case_rank, sum_rank
-
-__all__ = [
-    "FEW_GROUPS",
-    "Friedman",
-    "Interval",
-    "PairTest",
-    "PairedDifference",
-    "Ranking",
-    "benjamini_hochberg",
-    "bootstrap_interval",
-    "compare_pairs",
-    "critical_difference",
-    "friedman",
-    "groups",
-    "hierarchical_bootstrap",
-    "mean_case_rank",
-    "mean_over_repeats",
-    "paired_difference",
-    "standard_error",
-    "sum_rank",
-]
+from segcal.inference.bootstrap import *
+from segcal.inference.pairs import *
+from segcal.inference.ranks import *

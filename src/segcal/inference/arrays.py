@@ -27,13 +27,6 @@ def checked(values: ArrayLike, name: str, axes: tuple[str, ...], *, trailing: bo
     return array.astype(np.float64)
 
 
-def checked_index(index: int, name: str, length: int, of: str) -> int:
-    """``index``, if it is in range."""
-    if not 0 <= index < length:
-        raise InputError(f"{name} is {index}", expected=f"the index of one of {length} {of}, 0 to {length - 1}")
-    return index
-
-
 def checked_groups(groups: ArrayLike | None, cases: int) -> IntArray:
     """The number of every case's group, in order of appearance; without groups, every case is its own group."""
     if groups is None:

@@ -12,14 +12,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
+from typing_extensions import Unpack
 
 from segcal.errors import InputError, check_seed, check_whole
 from segcal.inference import arrays
 from segcal.inference.arrays import FloatArray, IntArray, checked, checked_groups
+
+__all__ = [
+    "FEW_GROUPS",
+    "Interval",
+    "PairedDifference",
+    "bootstrap_interval",
+    "hierarchical_bootstrap",
+    "mean_over_repeats",
+    "paired_difference",
+    "standard_error",
+]
 
 #: With fewer groups, bootstrap intervals are clearly too narrow.
 FEW_GROUPS = 8
@@ -59,6 +71,15 @@ class PairedDifference(Interval):
 
     above: FloatArray
     p: FloatArray
+
+
+class BootstrapOptions(TypedDict, total=False):
+    """The options of ``hierarchical_bootstrap`` that the other intervals take as well."""
+
+    groups: ArrayLike | None
+    replicates: int
+    level: float
+    seed: int
 
 
 def hierarchical_bootstrap(
@@ -111,24 +132,15 @@ def hierarchical_bootstrap(
     check_seed(seed)
     if not 0 < level < 1:
         raise InputError(f"level is {level}", expected="between 0 and 1, for example 0.95")
-    group = checked_groups(groups, array.shape[1])
     estimate, count = arrays.mean(array, axis=(0, 1))
-    units = _Units.of(array.reshape(*array.shape[:2], -1), group)
-    means = units.replicate_means(replicates, seed).reshape(replicates, *count.shape)
-    held = np.sum(units.counts > 0, axis=0, dtype=np.int64).reshape(count.shape)
+    group = checked_groups(groups, array.shape[1])
+    found = _replicate_means(array.reshape(*array.shape[:2], -1), group, replicates, seed)
+    means, held = found[0].reshape(replicates, *count.shape), found[1].reshape(count.shape)
     low, high = (np.where(held < 2, np.nan, _quantile(means, (1 + side * level) / 2)) for side in (-1, 1))
     return Interval(estimate, low, high, count, held, means if keep_means else None)
 
 
-def paired_difference(
-    values: ArrayLike,
-    baseline: int,
-    *,
-    groups: ArrayLike | None = None,
-    replicates: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> PairedDifference:
+def paired_difference(values: ArrayLike, baseline: int, **options: Unpack[BootstrapOptions]) -> PairedDifference:
     """Every method minus a baseline on the same cases, with ``hierarchical_bootstrap`` intervals and p-values.
 
     A pair needs both values; the difficulty of a case cancels before anything is averaged. With B replicates of the
@@ -143,10 +155,7 @@ def paired_difference(
     Args:
         values: ``(repeats, cases, methods, ...)``, NaN where there is no value.
         baseline: Index of the method to subtract.
-        groups: ``(cases,)``, the groups that cases belong to.
-        replicates: The number of replicates.
-        level: Coverage of the intervals.
-        seed: Seed of the draws.
+        **options: ``groups``, ``replicates``, ``level`` and ``seed`` of ``hierarchical_bootstrap``.
 
     Examples:
         >>> ece = np.array([[[0.20, 0.11], [0.25, 0.14], [0.22, 0.15], [0.30, 0.19]]])
@@ -155,11 +164,9 @@ def paired_difference(
         '-0.095 [-0.110, -0.080], p = 0.001'
     """
     array = checked(values, "values", ("repeats", "cases", "methods"), trailing=True)
-    index = arrays.checked_index(baseline, "baseline", array.shape[2], "methods")
-    paired = arrays.difference(array, array[:, :, index : index + 1])
-    result = hierarchical_bootstrap(
-        paired, groups=groups, replicates=replicates, level=level, seed=seed, keep_means=True
-    )
+    check_whole("baseline", baseline, 0, array.shape[2] - 1)
+    paired = arrays.difference(array, array[:, :, baseline : baseline + 1])
+    result = hierarchical_bootstrap(paired, keep_means=True, **options)
     means = result.means
     assert means is not None
     defined, above, not_above, not_below = (
@@ -171,15 +178,10 @@ def paired_difference(
     return PairedDifference(**{**vars(result), "means": None}, above=above, p=np.where(enough, p, np.nan))
 
 
-def bootstrap_interval(
-    values: Sequence[float],
-    *,
-    groups: Sequence[str] | None = None,
-    replicates: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float], **options: Unpack[BootstrapOptions]) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean over cases, by groups if given; NaN for fewer than two.
+
+    Takes ``groups``, ``replicates``, ``level`` and ``seed`` of ``hierarchical_bootstrap``.
 
     Examples:
         >>> low, high = bootstrap_interval([0.1, 0.2, 0.3, 0.4])
@@ -188,7 +190,7 @@ def bootstrap_interval(
     """
     if len(values) < 2:
         return math.nan, math.nan
-    result = hierarchical_bootstrap([values], groups=groups, replicates=replicates, level=level, seed=seed)
+    result = hierarchical_bootstrap([values], **options)
     return float(result.low), float(result.high)
 
 
@@ -227,56 +229,41 @@ def mean_over_repeats(values: ArrayLike) -> FloatArray:
     return arrays.mean(checked(values, "values", ("repeats", "cases"), trailing=True), axis=0)[0]
 
 
-class _Units(NamedTuple):
-    """What is resampled: the groups of tested cases, repeat after repeat. All arrays are ``(units, entries)``.
+def _replicate_means(values: FloatArray, groups: IntArray, replicates: int, seed: int) -> tuple[FloatArray, IntArray]:
+    """Means of the replicates, ``(replicates, entries)``, and how many units have a value of each entry.
 
-    ``sizes`` has the number of units of every repeat, ``sums`` the sums of the finite values, ``counts`` the number of
-    values that are not NaN, ``infinite`` how many of them are +inf and -inf.
+    Units are what is resampled: the groups of tested cases, repeat after repeat. ``values`` are ``(repeats, cases,
+    entries)``, ``groups (cases,)``.
     """
-
-    sizes: list[int]
-    sums: FloatArray
-    counts: FloatArray
-    infinite: tuple[FloatArray, FloatArray]
-
-    @classmethod
-    def of(cls, values: FloatArray, groups: IntArray) -> _Units:
-        """From values ``(repeats, cases, entries)`` and the group of every case."""
-        tested = np.asarray(~np.isnan(values).all(axis=2))
-        own = [checked_groups(groups[here], int(here.sum())) for here in tested if here.any()]
-        sizes = [int(group.max()) + 1 for group in own]
-        before = np.cumsum([0, *sizes])
-        numbered = [start + group for start, group in zip(before[:-1], own, strict=True)]
-        unit = np.concatenate([np.zeros(0, np.int64), *numbered])
-        found = values[tested]  # (tested cases of all repeats, entries), repeat after repeat
-        finite, above, below = np.isfinite(found), found == np.inf, found == -np.inf
-        parts = (np.where(finite, found, 0.0), ~np.isnan(found), above, below)
-        sums, counts, *infinite = (arrays.sum_by_group(part.astype(np.float64), unit) for part in parts)
-        return cls(sizes, sums, counts, (infinite[0], infinite[1]))
-
-    def replicate_means(self, replicates: int, seed: int) -> FloatArray:
-        """Means of the replicates, ``(replicates, entries)``."""
-        means = np.full((replicates, self.sums.shape[1]), np.nan)
-        if not self.sizes:
-            return means
-        random = np.random.default_rng(seed)
-        repeats = random.multinomial(len(self.sizes), np.full(len(self.sizes), 1 / len(self.sizes)), replicates)
-        # The chunks must not depend on the number of entries, or one more method would change the draws of all.
-        step = max(1, _CHUNK // len(self.sums))
-        for start in range(0, replicates, step):
-            chosen = repeats[start : start + step]
-            # k_r times n_r draws of a unit.
-            draws = [
-                random.multinomial(chosen[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(self.sizes)
-            ]
-            weights = np.concatenate(draws, axis=1, dtype=np.float64)
-            total = weights @ self.sums
-            for sign, infinite in zip((1, -1), self.infinite, strict=True):
-                if infinite.any():  # In a product, 0 times infinity would be NaN.
-                    with np.errstate(invalid="ignore"):
-                        total += np.where(weights @ infinite > 0, sign * np.inf, 0.0)
-            means[start : start + step] = arrays.ratio(total, weights @ self.counts)
-        return means
+    tested = np.asarray(~np.isnan(values).all(axis=2))
+    own = [checked_groups(groups[here], int(here.sum())) for here in tested if here.any()]
+    sizes = [int(group.max()) + 1 for group in own]  # units of every repeat
+    before = np.cumsum([0, *sizes])
+    numbered = [start + group for start, group in zip(before[:-1], own, strict=True)]
+    unit = np.concatenate([np.zeros(0, np.int64), *numbered])
+    found = values[tested]  # (tested cases of all repeats, entries), repeat after repeat
+    parts = (np.where(np.isfinite(found), found, 0.0), ~np.isnan(found), found == np.inf, found == -np.inf)
+    sums, counts, *infinite = (arrays.sum_by_group(part.astype(np.float64), unit) for part in parts)
+    means: FloatArray = np.full((replicates, values.shape[2]), np.nan)
+    held: IntArray = np.asarray(np.sum(counts > 0, axis=0, dtype=np.int64))
+    if not sizes:
+        return means, held
+    random = np.random.default_rng(seed)
+    repeats = random.multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), replicates)
+    # The chunks must not depend on the number of entries, or one more method would change the draws of all.
+    step = max(1, _CHUNK // len(sums))
+    for start in range(0, replicates, step):
+        chosen = repeats[start : start + step]
+        # k_r times n_r draws of a unit.
+        draws = [random.multinomial(chosen[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(sizes)]
+        weights = np.concatenate(draws, axis=1, dtype=np.float64)
+        total = weights @ sums
+        for sign, there in zip((1, -1), infinite, strict=True):
+            if there.any():  # In a product, 0 times infinity would be NaN.
+                with np.errstate(invalid="ignore"):
+                    total += np.where(weights @ there > 0, sign * np.inf, 0.0)
+        means[start : start + step] = arrays.ratio(total, weights @ counts)
+    return means, held
 
 
 def _quantile(means: FloatArray, probability: float) -> FloatArray:

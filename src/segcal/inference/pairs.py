@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name, check_whole
 from segcal.inference import arrays
 from segcal.inference.arrays import FloatArray, IntArray, checked, checked_groups, mean_by_group
+
+__all__ = ["PairTest", "benjamini_hochberg", "compare_pairs"]
 
 # Up to this many pairs, the signed-rank distribution is enumerated; 2^50 is exact in float64.
 _EXACT = 50
@@ -82,13 +84,12 @@ def compare_pairs(
     array = checked(values, "values", ("cases", "methods"))
     group = checked_groups(groups, len(array))
     tests = {"wilcoxon": _wilcoxon, "mann-whitney": _mann_whitney}
-    if test not in tests:
-        raise InputError(f"test is {test!r}", expected=" or ".join(repr(name) for name in tests))
+    check_name("test", test, tests)
     methods = range(array.shape[1])
     if baseline is None:
         pairs = list(combinations(methods, 2))
     else:
-        arrays.checked_index(baseline, "baseline", len(methods), "methods")
+        check_whole("baseline", baseline, 0, len(methods) - 1)
         pairs = [(method, baseline) for method in methods if method != baseline]
     outcomes = [tests[test](array[:, first], array[:, second], group) for first, second in pairs]
     adjusted = benjamini_hochberg([outcome[-1] for outcome in outcomes])

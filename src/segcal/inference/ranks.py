@@ -16,7 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import chdtrc
 
 from segcal.errors import InputError
-from segcal.inference.arrays import FloatArray, IntArray, checked, checked_groups, mean, mean_by_group
+from segcal.inference.arrays import FloatArray, checked, checked_groups, mean, mean_by_group
+
+__all__ = ["Friedman", "Ranking", "critical_difference", "friedman", "groups", "mean_case_rank", "sum_rank"]
 
 Direction = bool | Sequence[bool] | NDArray[np.bool_]
 
@@ -71,10 +73,9 @@ def friedman(values: ArrayLike, *, groups: ArrayLike | None = None, lower_is_bet
         (array([3.  , 1.25, 1.75]), 6.5, 0.039)
     """
     array = checked(values, "values", ("blocks", "methods"))
-    signed = _signs(lower_is_better, len(array), "blocks")[:, np.newaxis] * array
-    ranks, present = _block_ranks(signed, checked_groups(groups, len(array)))
+    ranks = _block_ranks(array, "blocks", lower_is_better, groups)
     mean_ranks, count = mean(ranks, axis=0)
-    blocks, methods = int(count.max()), int(present.sum())
+    blocks, methods = int(count.max()), int(np.sum(count > 0))
     if blocks == 0 or methods < 2:
         return Friedman(math.nan, math.nan, mean_ranks, blocks)
     centre = (methods + 1) / 2
@@ -100,9 +101,7 @@ def sum_rank(values: ArrayLike, *, lower_is_better: Direction = True) -> Ranking
         array([4.5, 2.5, 5. ])
     """
     array = checked(values, "values", ("methods", "settings"))
-    signed = _signs(lower_is_better, array.shape[1], "settings")[:, np.newaxis] * array.T
-    ranks, _ = _block_ranks(signed, np.arange(len(signed)))
-    means, count = mean(ranks, axis=0)
+    means, count = mean(_block_ranks(array.T, "settings", lower_is_better), axis=0)
     return Ranking(means * count, int(count.max()))
 
 
@@ -124,8 +123,7 @@ def mean_case_rank(values: ArrayLike, *, groups: ArrayLike | None = None, lower_
         Ranking(ranks=array([1.666..., 1.333...]), count=3)
     """
     array = checked(values, "values", ("cases", "methods", "metrics"))
-    signs = _signs(lower_is_better, array.shape[2], "metrics")[:, np.newaxis]
-    ranks, _ = _block_ranks(signs * np.moveaxis(array, 1, 2), checked_groups(groups, len(array)))
+    ranks = _block_ranks(np.moveaxis(array, 1, 2), "metrics", lower_is_better, groups)
     ranks, count = mean(mean(ranks, axis=1)[0], axis=0)
     return Ranking(ranks, int(count.max()))
 
@@ -188,26 +186,25 @@ def groups(mean_ranks: ArrayLike, difference: float) -> list[tuple[int, ...]]:
     return found
 
 
-def _signs(lower_is_better: Direction, length: int, name: str) -> FloatArray:
-    """1 where lower is better, -1 where higher is, one for each of ``length``."""
-    lower = np.asarray(lower_is_better)
-    if lower.dtype != np.bool_ or lower.shape not in ((), (length,)):
-        raise InputError(
-            f"lower_is_better is {lower_is_better!r}",
-            expected=f"True or False, or one of them for each of {length} {name}",
-        )
-    return np.broadcast_to(np.where(lower, 1.0, -1.0), length)
+def _block_ranks(
+    values: FloatArray, name: str, lower_is_better: Direction, groups: ArrayLike | None = None
+) -> FloatArray:
+    """Ranks of group means along the last axis, the methods; NaN if no block is complete.
 
-
-def _block_ranks(values: FloatArray, groups: IntArray) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """Ranks of group means along the last axis, NaN if no block is complete; and which methods have any value."""
+    ``lower_is_better`` has one value, or one for each entry of the axis before, whose name is for the error.
+    """
     from scipy.stats import rankdata
 
+    lower, length = np.asarray(lower_is_better), values.shape[-2]
+    if lower.dtype != np.bool_ or lower.shape not in ((), (length,)):
+        expected = f"True or False, or one of them for each of {length} {name}"
+        raise InputError(f"lower_is_better is {lower_is_better!r}", expected=expected)
+    values = values * np.where(lower, 1.0, -1.0)[..., np.newaxis]
     missing = np.isnan(values)
     present = np.asarray(~missing.all(axis=tuple(range(values.ndim - 1))))
     complete = np.asarray(~missing[..., present].any(axis=-1))
-    means = mean_by_group(np.where(complete[..., np.newaxis], values, np.nan), groups)
+    means = mean_by_group(np.where(complete[..., np.newaxis], values, np.nan), checked_groups(groups, len(values)))
     ranks = np.full(means.shape, np.nan)
     there = ~np.isnan(means[..., present]).any(axis=-1, keepdims=True)
     ranks[..., present] = np.where(there, rankdata(means[..., present], axis=-1), np.nan)
-    return ranks, present
+    return ranks
