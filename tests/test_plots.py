@@ -24,8 +24,8 @@ from segcal.errors import InputError, MissingExtraError, OutputError
 from segcal.evaluation import maps
 from segcal.metrics.reliability import Reliability, reliability
 from segcal.plots import figures, style
-from segcal.plots.colours import _views
 from segcal.plots.reliability import ece, pool
+from segcal.plots.style import _views
 from segcal.regions import BAND_EDGES, CaseRegions, local_patches
 from segcal.statistics import VoxelStatistics
 from segcal.synthetic import scenes

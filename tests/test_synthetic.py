@@ -27,7 +27,7 @@ from segcal.synthetic import (
     scenes,
     true_calibration_error,
 )
-from segcal.synthetic.fields import Grid
+from segcal.synthetic.shapes import Grid
 from segcal.types import Case
 
 SMALL = (40, 48)

@@ -17,8 +17,7 @@ import segcal
 from report.example import HOSTILE, document, write
 from segcal.errors import DataError, OutputError
 from segcal.report import write_report
-from segcal.report.page import embedded, page
-from segcal.report.payload import embed_pictures, pack_cases, payload
+from segcal.report.page import embed_pictures, embedded, pack_cases, page, payload
 
 ASSETS = Path(segcal.__file__).parent / "report" / "assets"
 

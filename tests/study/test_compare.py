@@ -17,8 +17,8 @@ from segcal.evaluation.evaluate import evaluate
 from segcal.study import Study, compare
 from segcal.study.splits import split_cases
 from segcal.study.summary.data import label_counts
-from segcal.study.work.fits import FitTask, run_fits
 from segcal.study.work.store import Store, fingerprints
+from segcal.study.work.tasks import FitTask, run_fits
 from segcal.synthetic import Temperature, demo_plant, scenes
 from segcal.types import Case
 

@@ -12,7 +12,7 @@ from segcal.metrics import Column
 from segcal.study import compare
 from segcal.study.splits import counted_once
 from segcal.study.summary.table import Table
-from segcal.study.work.evaluations import Evaluation
+from segcal.study.work.tasks import Evaluation
 from segcal.synthetic import Temperature, scenes
 
 QUICK = {"tune": "none", "metrics": ("nll", "ece", "ba-ece", "flip"), "regions": ("everything",)}

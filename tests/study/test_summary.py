@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from segcal.evaluation.results import POOLED, Row
-from segcal.study.results.tables import csv_text, latex_text
+from segcal.study.results.study import csv_text, latex_text
 from segcal.study.summary import table as summarise
 from segcal.study.summary import voxels
-from segcal.study.work.evaluations import Evaluation
+from segcal.study.work.tasks import Evaluation
 
 COLUMNS = [("nll", "everything"), ("dsc", "everything"), ("confidence-balance", "everything")]
 

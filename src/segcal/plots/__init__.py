@@ -7,13 +7,11 @@ In all plots, vermillion means overconfident and blue underconfident.
 """
 
 from segcal.plots.boundary import BoundaryProfile, boundary_curve
-from segcal.plots.colours import class_colours
+from segcal.plots.case import local_reliability, spatial_maps
 from segcal.plots.figures import case_figures, reliability_figures
-from segcal.plots.local import local_reliability
 from segcal.plots.logits import LogitHistogram, logit_magnitudes
 from segcal.plots.reliability import bootstrap_band, classwise_diagram, reliability_diagram
-from segcal.plots.spatial import spatial_maps
-from segcal.plots.style import save
+from segcal.plots.style import class_colours, save
 
 __all__ = [
     "BoundaryProfile",

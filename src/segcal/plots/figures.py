@@ -12,10 +12,9 @@ from segcal.cases.caseset import CaseSet
 from segcal.evaluation.results import Results
 from segcal.files.atomic import file_name
 from segcal.plots.boundary import BoundaryProfile, boundary_curve
-from segcal.plots.local import local_reliability
+from segcal.plots.case import local_reliability, spatial_maps
 from segcal.plots.logits import LogitHistogram, logit_magnitudes
 from segcal.plots.reliability import classwise_diagram, ece, from_bins, reliability_diagram
-from segcal.plots.spatial import spatial_maps
 from segcal.regions import PATCH_SIZE, CaseRegions
 
 if TYPE_CHECKING:

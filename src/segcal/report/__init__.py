@@ -11,8 +11,7 @@ from pathlib import Path
 from segcal.files.atomic import atomic_path
 from segcal.files.study import read_study
 from segcal.report.figures import write_figures
-from segcal.report.page import page
-from segcal.report.payload import payload
+from segcal.report.page import page, payload
 
 __all__ = ["write_report"]
 

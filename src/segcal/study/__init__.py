@@ -15,6 +15,6 @@ In the order of a study:
 from segcal.study.engine import compare
 from segcal.study.results.study import Study
 from segcal.study.settings import Settings
-from segcal.study.work.progress import Step
+from segcal.study.work.run import Step
 
 __all__ = ["Settings", "Step", "Study", "compare"]

@@ -21,11 +21,9 @@ from segcal.files.plain import plain
 from segcal.study.results.document import results_document
 from segcal.study.results.study import Study
 from segcal.study.settings import Settings, resolve_methods
-from segcal.study.splits import split_cases
+from segcal.study.splits import corrupted_sets, given_sets, split_cases
 from segcal.study.summary.data import about_data
-from segcal.study.work.progress import Step
-from segcal.study.work.run import Run
-from segcal.study.work.shifted import corrupted_sets, given_sets
+from segcal.study.work.run import Run, Step
 
 
 def compare(

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from segcal.errors import InputError
-from segcal.synthetic.fields import Array, Grid
+from segcal.synthetic.shapes import Array, Grid
 
 # Smallest scale or temperature; below it, float32 logits would overflow.
 SMALLEST = 1e-3

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from segcal.errors import InputError, check_seed, check_whole
 from segcal.scores import pool
-from segcal.synthetic.fields import Array, Grid
 from segcal.synthetic.plants import Plant, check_positive, check_range
-from segcal.synthetic.shapes import log_posterior
+from segcal.synthetic.shapes import Array, Grid, log_posterior
 
 IGNORE_INDEX = 255
 VOLUME_SPACING = (2.0, 1.0, 1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -9,17 +11,16 @@ from typing import Any
 
 from segcal.cases import CaseSet
 from segcal.evaluation.evaluate import versions
+from segcal.evaluation.plan import DEFAULT_BINS, metric_spec, parse_metric
 from segcal.files.versions import STUDY
-from segcal.metrics import Column
+from segcal.metrics import Column, options_of
 from segcal.statistics import EVERYTHING
 from segcal.study.advice.advise import advise
 from segcal.study.advice.choice import REFERENCE, Shift, by_method, mean_and_error
 from segcal.study.results.browser import Place, write_browser
-from segcal.study.results.metric import describe_metric
 from segcal.study.settings import BIN_COUNTS, ECE, NLL, UNCALIBRATED, variant_of
 from segcal.study.summary.data import absent_classes, label_counts, missed_classes
-from segcal.study.summary.same import same_maps
-from segcal.study.summary.table import Columns, Table, differences, mean, rankings, summary
+from segcal.study.summary.table import Columns, Table, differences, mean, rankings, same_maps, summary
 from segcal.study.summary.voxels import bands, channel_names, flips, of_channel, reliability
 from segcal.study.work.run import Repeats, Run
 
@@ -34,7 +35,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
     validation = run.evaluate_parts("validating", [split.validation for split in splits], [Column("nll")])
     test = run.evaluate_parts("testing", [split.test for split in splits], settings.measured)
     # A method that failed in a later repeat is removed from the earlier ones, too.
-    validation, test = ([run.in_order(found) for found in part] for part in (validation, test))
+    validation, test = (run.in_order(part, run.failures) for part in (validation, test))
     methods = [one.row(run.parameters(key), run.failures.get(key)) for key, one in run.methods.items()]
     same = same_maps(test, {row["key"]: row["parameters"] for row in methods})
     shift, shift_facts, shift_warnings = _shift(run, same)
@@ -204,3 +205,31 @@ def _browser(run: Run, shown: str | None, test: Repeats) -> list[Row]:
         after=after,
         folder=run.folder,
     )
+
+
+def describe_metric(metric: str) -> dict[str, Any]:
+    """The entry of a metric in the results.
+
+    Examples:
+        >>> found = describe_metric("ece[num_bins=50]")
+        >>> found["name"], found["better"], found["citation"], found["bins"]
+        ('ECE (num_bins = 50)', 'lower', 'Naeini 2015, Guo 2017', 50)
+        >>> describe_metric("ece")["definition"].endswith("Here with 15 bins.")
+        True
+    """
+    id, options = parse_metric(metric)
+    spec = metric_spec(id)
+    bins = options.get("num_bins", DEFAULT_BINS) if "num_bins" in options_of(spec.function) else None
+    extra = ", ".join(f"{name} = {value}" for name, value in sorted(options.items()))
+    paragraphs = re.split(r"\n\s*\n", inspect.getdoc(spec.function) or "")
+    definition = " ".join(paragraphs[0].split())
+    cited = re.findall(r"\(([^()]*(?:\d{4}|et al)[^()]*)\)", " ".join(" ".join(paragraphs[:2]).split()))
+    return {
+        "id": metric,
+        "name": f"{spec.title} ({extra})" if extra else spec.title,
+        "better": spec.better,
+        "quality": spec.quality,
+        "definition": definition.replace("``", "") + (f" Here with {bins} bins." if bins else ""),
+        "bins": bins,
+        "citation": cited[0] if cited else "",
+    }

@@ -1,9 +1,11 @@
-"""``Study``: what ``compare`` found, as a document, tables and files."""
+"""``Study``: what ``compare`` found, as a document, tables (CSV and LaTeX) and files."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain
 from segcal.files.study import read_study
 from segcal.statistics import EVERYTHING
-from segcal.study.results.tables import csv_text, latex_text
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,90 @@ class Study:
 def _write(path: str | Path, text: str) -> None:
     with atomic_path(Path(path)) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+_ARROWS = {"lower": r" $\downarrow$", "higher": r" $\uparrow$", "zero": r" $\to 0$", "neither": ""}
+
+
+def csv_text(document: Mapping[str, Any]) -> str:
+    """Method, region, metric, mean, interval, number of cases and pooled value.
+
+    For multi-label data also the channel; rows without one are means over the channels.
+    """
+    channels = document.get("channels") or ()
+    columns = ["method", "region", "metric", "mean", "low", "high", "n", "pooled", *(["channel"] if channels else [])]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(document["summary"])
+    writer.writerows({**row, "channel": channel["name"]} for channel in channels for row in channel["summary"])
+    return text.getvalue()
+
+
+def latex_text(document: Mapping[str, Any]) -> str:
+    """A ``booktabs`` table for each region: means over cases, the best of each column in bold."""
+    metrics = {metric["id"]: metric for metric in document["metrics"]}
+    regions = dict.fromkeys(row["region"] for row in document["summary"])
+    tables = [
+        _table(region, [row for row in document["summary"] if row["region"] == region], metrics) for region in regions
+    ]
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(tables)
+
+
+def _table(region: str, rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(row["metric"] for row in rows))
+    best = {metric: _best([row for row in rows if row["metric"] == metric], metrics[metric]) for metric in columns}
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        text = _shown(row["mean"])
+        cell = rf"\textbf{{{text}}}" if text == best[row["metric"]] else text
+        lines.setdefault(escape_latex(row["method"]), []).append(cell)
+    heads = [escape_latex(metrics[metric]["name"]) + _ARROWS[metrics[metric]["better"]] for metric in columns]
+    head, *body = (" & ".join([name, *cells]) + r" \\" for name, cells in {"Method": heads, **lines}.items())
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{Mean over test cases, region {escape_latex(region)}.}}",
+            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _best(rows: Sequence[Mapping[str, Any]], metric: Mapping[str, Any]) -> str | None:
+    """The best value as it is shown, so that all values shown alike are bold."""
+    values = [row["mean"] for row in rows if isinstance(row["mean"], float)]
+    if not values or metric["better"] == "neither":
+        return None
+    loss = {"lower": lambda value: value, "higher": lambda value: -value, "zero": abs}[metric["better"]]
+    return _shown(min(values, key=loss))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "--" if value is None else str(value).replace("inf", r"$\infty$")
+
+
+def escape_latex(text: str) -> str:
+    """Text that LaTeX prints as it is.
+
+    Examples:
+        >>> escape_latex("50%_a")
+        '50\\\\%\\\\_a'
+    """
+    return "".join(_LATEX.get(character, character) for character in text)

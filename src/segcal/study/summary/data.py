@@ -10,8 +10,8 @@ import torch
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
 from segcal.errors import SegcalError
-from segcal.study.work.evaluations import Evaluation
 from segcal.study.work.store import Store, class_key, content_key
+from segcal.study.work.tasks import Evaluation
 from segcal.types import row_slices
 
 

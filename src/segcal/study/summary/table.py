@@ -4,6 +4,10 @@ The repeats of a study test some of the same cases. A bootstrap that took them f
 that are too narrow (73 to 87% coverage instead of 95%; see ``segcal.inference.hierarchical_bootstrap``). So the values
 of a case are averaged over the repeats first, and everything here resamples, tests and ranks *cases*, or groups of
 cases if the data have groups.
+
+Some fits fall back to a simpler method or to the identity. Their values differ from its by rounding only, and a rank
+test would find even that significant if it has the same sign in every case. So methods that are the same map are found
+here, shown as what they are, and not tested.
 """
 
 from __future__ import annotations
@@ -21,9 +25,16 @@ from segcal.evaluation.plan import metric_spec, parse_metric
 from segcal.metrics import MetricSpec
 from segcal.study.settings import UNCALIBRATED
 from segcal.study.work.run import Repeats
+from segcal.study.work.tasks import Evaluation
 
 FloatArray = NDArray[np.float64]
 Columns = Sequence[tuple[str, str]]
+
+
+# The relative rounding error of calibrators and metrics, whichever loops compute them.
+_RELATIVE = 1e-6
+# Means over voxels. Binned metrics are not compared: rounding may move a voxel from one bin into the next.
+_SMOOTH = ("nll", "brier", "entropy", "accuracy", "flip")
 
 
 @dataclass(frozen=True)
@@ -201,3 +212,29 @@ def _has_baseline(spec: MetricSpec) -> bool:
 
 def _by_method(table: Table, values: FloatArray) -> dict[str, float]:
     return {name: float(value) for name, value in zip(table.methods, values, strict=True) if not math.isnan(value)}
+
+
+def same_maps(repeats: Repeats, sizes: dict[str, int]) -> dict[str, str]:
+    """Method to the simplest one with the same values in every case of every repeat; ``sizes`` are parameters."""
+    keys = sorted(repeats[0], key=lambda key: sizes[key])
+    found: dict[str, str] = {}
+    for place, key in enumerate(keys):
+        simpler = (other for other in keys[:place] if other not in found)
+        twin = next((other for other in simpler if all(_same(own[key], own[other]) for own in repeats)), None)
+        if twin is not None:
+            found[key] = twin
+    return found
+
+
+def _same(one: Evaluation, other: Evaluation) -> bool:
+    """Whether the values are equal up to rounding, in every channel if there are several."""
+    for mine, theirs in zip(one.parts, other.parts, strict=True):
+        for metric, region in mine.columns:
+            id = parse_metric(metric)[0]
+            if id in _SMOOTH:
+                first, second = (np.array(list(part.values(metric, region).values())) for part in (mine, theirs))
+                if id == "flip":  # Uncalibrated scores have NaN, which stands for 0.
+                    first, second = np.nan_to_num(first), np.nan_to_num(second)
+                if not np.isclose(first, second, rtol=_RELATIVE, atol=0, equal_nan=True).all():
+                    return False
+    return True

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,9 @@ from segcal.cases.caseset import Split
 from segcal.metrics import Column
 from segcal.parallel.threads import torch_threads
 from segcal.study.settings import UNCALIBRATED, Method, Settings, study_methods
-from segcal.study.splits import counted_once
-from segcal.study.work.evaluations import Evaluation, Group
-from segcal.study.work.fits import FitTask, run_fits
-from segcal.study.work.progress import Meter, Step
-from segcal.study.work.shifted import ShiftedSet
+from segcal.study.splits import ShiftedSet, counted_once
 from segcal.study.work.store import Store, fingerprints
+from segcal.study.work.tasks import Evaluation, FitTask, Group, run_fits
 
 # From this many scores (of all methods and cases) on, worker processes save more time than they take to start.
 _MANY_SCORES = 2**27
@@ -34,6 +31,36 @@ _SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 Failures = dict[str, str]
 #: Evaluations by method, one mapping for each repeat.
 Repeats = Sequence[Mapping[str, Evaluation]]
+
+
+class Step(NamedTuple):
+    """The next step, and how much work is done. One unit of work is one case fitted or evaluated by one method."""
+
+    name: str
+    done: int
+    total: int
+
+
+class Meter:
+    """Counts work and reports it to a callback.
+
+    Examples:
+        >>> meter = Meter(print, total=4)
+        >>> meter.next("fitting ts"); meter.add(3); meter.next("evaluating")
+        Step(name='fitting ts', done=0, total=4)
+        Step(name='evaluating', done=3, total=4)
+    """
+
+    def __init__(self, callback: Callable[[Step], None], total: int) -> None:
+        self._callback, self._total, self._done = callback, total, 0
+
+    def next(self, name: str) -> None:
+        """Announce the next step."""
+        self._callback(Step(name, self._done, self._total))
+
+    def add(self, work: int) -> None:
+        """Record finished work."""
+        self._done = min(self._total, self._done + work)
 
 
 @dataclass(frozen=True)
@@ -100,12 +127,12 @@ class Run:
             found.setdefault(self.variant(key), []).append(key)
         return found
 
-    def task(self, id: str, variant: str | None, repeat: int, calibration: CaseSet | None = None) -> FitTask:
-        """The fit of a calibrator in a repeat, to its calibration part or to fewer cases."""
+    def task(self, id: str, variant: str | None, repeat: int = 0, **changes: Any) -> FitTask:
+        """The fit of a calibrator in a repeat, or one with some fields of the task changed."""
         split, settings = self.splits[repeat], self.settings
-        parts = {"calibration": calibration or split.calibration, "validation": split.validation}
+        parts = {"calibration": split.calibration, "validation": split.validation}
         how = {"tune": settings.tune, "select": settings.select, "seed": settings.seed + repeat}
-        return FitTask.make(self.known, variant, method=id, **parts, **how)
+        return FitTask.make(self.known, variant, **{"method": id, **parts, **how, **changes})
 
     @cached_property
     def tasks(self) -> dict[tuple[str, int], FitTask]:
@@ -124,13 +151,13 @@ class Run:
         if "size" in self.settings.sensitivity:
             for some in subsets(self.splits[0].calibration, self.settings.seed):
                 for variant, keys in self.variants.items():
-                    ids = {key: self.methods[key].id for key in keys}
-                    fits = {k: None if id == UNCALIBRATED else self.task(id, variant, 0, some) for k, id in ids.items()}
-                    found.append(Point("size", "cases", len(some), variant, fits))
+                    fitted = [key for key in keys if self.methods[key].id != UNCALIBRATED]
+                    tasks = {key: self.task(self.methods[key].id, variant, calibration=some) for key in fitted}
+                    found.append(Point("size", "cases", len(some), variant, {key: tasks.get(key) for key in keys}))
         if "members" in self.settings.sensitivity:
             for size in range(1, (self.cases.num_members or 0) + 1):
                 variant = f"members-{size}"
-                tasks = {id: self.task(id, variant, 0) for id in self.settings.methods}
+                tasks = {id: self.task(id, variant) for id in self.settings.methods}
                 found.append(Point("members", "members", size, variant, {UNCALIBRATED: None, **tasks}))
         return found
 
@@ -174,46 +201,42 @@ class Run:
     def evaluate_shifted(self, one: ShiftedSet) -> tuple[Repeats, Failures]:
         """All methods, as fitted in each repeat, on shifted cases. Methods that fail there stay in the study."""
         parts = [one.left(split) for split in self.splits]
-        found, failures = self._evaluate_repeats(
-            f"testing on {one.name}", parts, self.settings.measured, one.known, one.workers(self.workers)
-        )
-        return [{key: own for key, own in repeat.items() if key not in failures} for repeat in found], failures
+        # A model uses all cores itself, and may not work in another process.
+        workers = 1 if one.modelled else self.workers
+        return self._evaluate_repeats(f"testing on {one.name}", parts, self.settings.measured, one.known, workers)
 
     def evaluate_sensitivity(self) -> Iterator[tuple[Point, dict[str, Evaluation]]]:
         """Every point of the sensitivity curves with its evaluations; methods whose fit failed have none."""
         test = self.splits[0].test
         for point in self.points:
             tasks = {k: task for k, task in point.fits.items() if task is None or self.fits[task.key]["status"] == "ok"}
-            fits = {key: None if task is None else task.key for key, task in tasks.items()}
             columns = [Column("nll"), Column("ece")]
-            group = Group(test, test.ids, fits, columns, point.variant, self.known, self.settings.seed)
+            group = Group(test, test.ids, tasks, columns, point.variant, self.known, self.settings.seed)
             yield point, self._evaluate(f"testing with {point.value} {point.unit}", group, self.workers)[0]
 
     def _evaluate_repeats(
         self, what: str, parts: Sequence[CaseSet], columns: Sequence[Column], known: Mapping[str, str], workers: int
     ) -> tuple[Repeats, Failures]:
         failures: Failures = {}
-        repeats = []
+        repeats: list[dict[str, Evaluation]] = [{} for _ in parts]
         for repeat, (part, counted) in enumerate(zip(parts, counted_once(parts), strict=True)):
-            found: dict[str, Evaluation] = {}
             for variant, keys in self.variants.items():
                 tasks = {key: self.tasks.get((key, repeat)) for key in keys if key not in self.failures}
-                fits = {key: None if task is None else task.key for key, task in tasks.items()}
-                group = Group(part, counted, fits, columns, variant, known, self.settings.seed)
+                group = Group(part, counted, tasks, columns, variant, known, self.settings.seed)
                 own, failed = self._evaluate(f"{what}, repeat {repeat + 1}", group, workers)
-                found.update(own)
-                failures.update(failed)
-            repeats.append(self.in_order(found))
-        return repeats, failures
+                repeats[repeat] |= own
+                failures |= failed
+        return self.in_order(repeats, failures), failures
 
     def _evaluate(self, what: str, group: Group, workers: int) -> tuple[dict[str, Evaluation], Failures]:
-        left = len(group.part) * len(group.fits)
+        left = len(group.part) * len(group.tasks)
 
         def step(case: str) -> None:
             nonlocal left
             self.meter.next(f"{what}: {case}")
-            self.meter.add(min(left, len(group.fits)))
-            left -= min(left, len(group.fits))
+            work = min(left, len(group.tasks))
+            self.meter.add(work)
+            left -= work
 
         self.meter.next(what)
         # This depends on the whole group, not on what is left of it: a resumed study adds up in the same order.
@@ -231,9 +254,10 @@ class Run:
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
-    def in_order(self, found: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
-        """In the order of the methods, without those that failed."""
-        return {key: found[key] for key in self.methods if key in found and key not in self.failures}
+    def in_order(self, repeats: Repeats, failures: Failures) -> list[dict[str, Evaluation]]:
+        """Evaluations in the order of the methods, without those that failed in any repeat."""
+        left = [key for key in self.methods if key not in failures]
+        return [{key: found[key] for key in left if key in found} for found in repeats]
 
     def parameters(self, key: str) -> int | None:
         """The number of parameters of a method, None for uncalibrated and for methods that failed."""
@@ -242,19 +266,15 @@ class Run:
 
     def calibrator(self, key: str, repeat: int = 0) -> Calibrator:
         """A method as fitted in a repeat."""
-        calibrator = self.store.fitted(self.tasks[key, repeat].key)
-        assert calibrator is not None
-        return calibrator
+        return self.store.fitted(self.tasks[key, repeat].key)
 
     def refit(self, key: str) -> Calibrator:
         """A method with the strengths tuned in the first repeat, fitted to all cases that repeat does not test on."""
         tuned, split = self.calibrator(key), self.splits[0]
         seen = {*split.calibration.ids, *split.validation.ids}
-        parts = {"calibration": self.cases.select([i for i in self.cases.ids if i in seen]), "validation": None}
-        how = {"tune": "none", "select": self.settings.select, "seed": self.settings.seed}
-        arguments = [own.arguments() for own in tuned.per_channel or (tuned,)]
-        id = self.methods[key].id
-        task = FitTask.make(self.known, self.variant(key), method=id, **parts, **how, arguments=arguments)
+        part = self.cases.select([i for i in self.cases.ids if i in seen])
+        how = {"tune": "none", "arguments": [own.arguments() for own in tuned.per_channel or (tuned,)]}
+        task = self.task(self.methods[key].id, self.variant(key), 0, calibration=part, validation=None, **how)
         self.meter.next(f"fitting {key} to all calibration and validation cases")
         with self._one_share():
             run_fits([task], self.store, 1, lambda task: None)

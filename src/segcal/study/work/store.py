@@ -70,10 +70,10 @@ class Store:
         except SegcalError:
             return None
 
-    def fitted(self, key: str | None) -> Calibrator | None:
-        """The calibrator of a fit that is known to be here; None for no fit."""
-        calibrator = None if key is None else self.load(key)
-        assert key is None or calibrator is not None, "a fit that was read or made a moment ago"
+    def fitted(self, key: str) -> Calibrator:
+        """The calibrator of a fit that is known to be here."""
+        calibrator = self.load(key)
+        assert calibrator is not None, "a fit that was read or made a moment ago"
         return calibrator
 
     def _path(self, kind: str, key: str, suffix: str) -> Path:
