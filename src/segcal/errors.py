@@ -5,7 +5,8 @@ from __future__ import annotations
 import copyreg
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -62,6 +63,22 @@ class SegcalError(ValueError):
         """Fill in the case and the place where they are not known yet. Returns the error itself."""
         self.case, self.where = self.case or case, self.where or where
         return self
+
+
+@contextmanager
+def naming(*, case: str | None = None, where: str | None = None) -> Iterator[None]:
+    """Let errors that are raised in this block name the case and the place.
+
+    Examples:
+        >>> with naming(case="p01"):
+        ...     raise SegcalError("label 9")
+        Traceback (most recent call last):
+        segcal.errors.SegcalError: case 'p01': label 9.
+    """
+    try:
+        yield
+    except SegcalError as error:
+        raise error.at(case=case, where=where) from None
 
 
 class InputError(SegcalError):

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 import segcal
-from segcal.calibrators import DirichletCalibration, TemperatureScaling, composed, load, selective
+from segcal.calibrators import DirichletCalibration, TemperatureScaling, load, selective
 from segcal.calibrators.base import Calibrator, Fitted
 from segcal.calibrators.selective import SelectiveScaling, paper_temperature
 from segcal.errors import InputError
+from segcal.fitting.data import over_chunks
 from segcal.fitting.measured import mean_loss
 from segcal.synthetic import ConfidentlyWrong, Temperature, scenes
 
@@ -164,9 +165,9 @@ def test_a_spatial_base_sees_whole_cases():
     cases = scenes(4, size=(32, 40), plant=[Temperature(2.0), ConfidentlyWrong()])
     calibrator = SelectiveScaling(base=ImageTemperature()).fit(cases)
     assert calibrator.spatial
-    mapped = composed.mapped(cases, calibrator.base)[0]
-    whole = calibrator.base(cases[0].logits)
-    for chunk in mapped.chunks(2000):
+    wholes = [calibrator.base(case.logits) for case in cases]
+    seen = list(over_chunks(cases, lambda _, chunk: chunk, calibrator.base))
+    for chunk, whole in zip(seen, wholes, strict=True):
         assert torch.equal(chunk.logits, whole[:, :, chunk.rows])
     measured = segcal.evaluate(cases, calibrator, metrics=("nll",)).value("nll")
     assert measured == pytest.approx(calibrator.fit_report.nll_after, rel=1e-5)

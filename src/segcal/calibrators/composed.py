@@ -1,19 +1,15 @@
-"""One calibrator after another: how the first is named, stored and fitted, and how cases pass through it."""
+"""One calibrator after another: how the first is named, stored and fitted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from segcal.calibrators.base import CALIBRATORS, Calibrator
-from segcal.cases import CaseRef, CaseSet
-from segcal.cases.calibrated import case_scores
 from segcal.errors import check_name
 from segcal.fitting.data import FitData
-from segcal.types import Case, CaseSource
 
 #: A calibrator, its id, its id and arguments as a file stores them, or None.
 Base = str | Mapping[str, Any] | Calibrator | None
@@ -74,34 +70,3 @@ def base_calibrator(base: Base) -> Calibrator | None:
     name, arguments = (base, {}) if isinstance(base, str) else (base.get("id"), base.get("arguments", {}))
     check_name("base", name, CALIBRATORS, expected=f"a calibrator or one of {', '.join(CALIBRATORS)}")
     return CALIBRATORS[str(name)](**arguments)
-
-
-def mapped(cases: CaseSet, base: Calibrator | None) -> CaseSet:
-    """The cases with logits that went through the base."""
-    if base is None:
-        return cases
-
-    def ref(old: CaseRef) -> CaseRef:
-        return CaseRef(old.id, lambda: Case(_MappedSource(old.open(), base)))
-
-    return CaseSet([ref(old) for old in cases.refs], cases.num_classes, cases.ignore_index)
-
-
-class _MappedSource:
-    """A case with logits that went through a calibrator."""
-
-    def __init__(self, case: Case, base: Calibrator) -> None:
-        source: CaseSource = case.source
-        self.id, self.batch, self.num_classes = source.id, source.batch, source.num_classes
-        self.spatial, self.spacing, self.ignore_index = source.spatial, source.spacing, source.ignore_index
-        self.sliceable = source.sliceable and not base.spatial
-        self.labels, self.mask, self.image, self.posterior = source.labels, source.mask, source.image, source.posterior
-        self._case, self._base = case, base
-
-    @torch.no_grad()
-    def logits(self, rows: slice) -> Tensor:
-        """Calibrated log-probabilities of some rows."""
-        if not self._base.spatial:
-            log_probs: Tensor = self._base(self._case.rows("logits", rows))
-            return log_probs
-        return case_scores(self._case, self._base)[:, :, rows]

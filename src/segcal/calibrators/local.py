@@ -14,7 +14,7 @@ from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
 from segcal.calibrators.temperature import TemperatureScaling
-from segcal.errors import InputError, SegcalError, check_name
+from segcal.errors import InputError, check_name, naming
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.held_out import hold_out
 from segcal.fitting.limits import BETA, Limits
@@ -183,12 +183,10 @@ class LocalTemperatureScaling(Calibrator):
 
         if not case.source.sliceable:
             case.load()
-        try:
+        with naming(case=case.id):
             local_network.check_space(case.shape[2:], self.network.kernel_axes)
             for rows, logits, temperatures in self._tiles(case.shape, read):
                 yield rows, _scaled(logits, temperatures)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
 
     def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, their logits and their temperatures ``(N, 1, rows, ...)``."""

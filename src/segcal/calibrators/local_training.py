@@ -30,7 +30,8 @@ from segcal.calibrators.local_network import (
     temperature,
 )
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import naming
+from segcal.fitting.data import check_voxels
 from segcal.fitting.measured import compared
 from segcal.parallel.threads import torch_threads
 from segcal.solvers import adam
@@ -197,8 +198,7 @@ class CropSource:
     def _hold(self, crops: list[Crops] | None) -> None:
         self._held = [Crops.join(crops)] if crops else crops
         self.voxels = sum(int((part.labels != _IGNORED).sum()) for part in self.parts())
-        if not self.voxels:
-            raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+        check_voxels(self.voxels)
 
     def parts(self) -> Iterator[Crops]:
         """All crops: at once if they are kept in memory, else case by case."""
@@ -261,10 +261,8 @@ class CropSource:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         images = 0
         for case in self.cases:
-            try:
+            with naming(case=case.id):
                 crops = self._of_case(case, images, generator)
-            except SegcalError as error:
-                raise error.at(case=case.id) from None
             images += case.shape[0]
             if crops:
                 yield Crops.join(crops)

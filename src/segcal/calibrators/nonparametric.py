@@ -7,23 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError
 from segcal.fitting.cost import FitCost
-from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.limits import SHARE, Limits
 from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels.fine_histogram import FineHistogram, logit_centres, logit_edges
 from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
+from segcal.types import Case, Chunk, FloatArray
 
 __all__ = ["HistogramBinning", "IsotonicRegression"]
-
-FloatArray = NDArray[np.float64]
 
 # This multiple of p is added to the isotonic map, which then rises strictly.
 _SLOPE = 1e-9
@@ -36,15 +34,13 @@ _MEMORY_SPEED = 1e9
 def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
     """One pass over all valid voxels, which also checks the data. Memory does not depend on their number."""
     histogram = FineHistogram(cases.num_classes, classwise=classwise)
-    for case in cases:
-        try:
-            for chunk in case.chunks():
-                histogram.add(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
-        del case
-    if not histogram.voxels:
-        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+
+    def add(case: Case, chunk: Chunk) -> None:
+        histogram.add(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+
+    for _ in over_chunks(cases, add):
+        pass
+    check_voxels(histogram.voxels)
     return histogram
 
 

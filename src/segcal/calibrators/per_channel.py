@@ -12,7 +12,7 @@ from torch import Tensor
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import CaseCalibrator, score_pieces
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, naming
 from segcal.types import Case, FitReport
 
 T = TypeVar("T")
@@ -24,11 +24,9 @@ def for_each_channel(
     """``function(index, cases, validation)`` for every channel; errors name the channel."""
     found = []
     for index, name in enumerate(cases.channel_names or ()):
-        try:
+        with naming(where=f"channel '{name}'"):
             held_out = None if validation is None else validation.channel(index)
             found.append(function(index, cases.channel(index), held_out))
-        except SegcalError as error:
-            raise error.at(where=f"channel '{name}'") from None
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from segcal.calibrators.composed import Base, ComposedCalibrator, mapped
+from segcal.calibrators.composed import Base, ComposedCalibrator
 from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import SampleNLL
@@ -148,7 +148,7 @@ class SelectiveScaling(ComposedCalibrator):
     def _fit(self, data: FitData) -> Fitted:
         before = mean_loss(data.cases)
         notes = self._fit_base(data)
-        samples = held_out_samples(data, _VOXELS, lambda cases: mapped(cases, self.base))
+        samples = held_out_samples(data, _VOXELS, self.base)
         sample, held_out = samples.first.sample, samples.held_out
         notes += samples.notes
         if data.voxels == "all" and len(sample) < sample.total:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
-from segcal.fitting.data import FitData, Fitted
+from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap
 from segcal.kernels.temperature import TemperatureSums, temperature_sums
 from segcal.solvers import Solution, newton_1d
+from segcal.types import Case, Chunk
 
 __all__ = ["TemperatureScaling"]
 
@@ -123,34 +123,27 @@ class TemperatureScaling(Calibrator):
 
 def _pass(cases: CaseSet, beta: float) -> TemperatureSums:
     """The sums of all voxels."""
-    total = TemperatureSums()
-    for case in cases:
-        for chunk in case.chunks():
-            total += temperature_sums(chunk.logits, chunk.labels, beta, ignore_index=case.ignore_index, mask=chunk.mask)
-        del case
-    return total
+    return sum(over_chunks(cases, lambda _, chunk: _chunk_sums(chunk, beta)), TemperatureSums())
+
+
+def _chunk_sums(chunk: Chunk, beta: float) -> TemperatureSums:
+    return temperature_sums(chunk.logits, chunk.labels, beta, ignore_index=chunk.ignore_index, mask=chunk.mask)
 
 
 def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:
     """The sums at T = 1, which also checks the data, and a random sample: ``logits (n, C)``, ``labels (n,)``."""
-    random, total = np.random.default_rng(seed), TemperatureSums()
-    share = SAMPLE_VOXELS / len(cases)
+    random, share = np.random.default_rng(seed), SAMPLE_VOXELS / len(cases)
     logits, labels = [torch.zeros(0, cases.num_classes)], [torch.zeros(0, dtype=torch.int64)]
-    for case in cases:
-        try:
-            for chunk in case.chunks():
-                total += temperature_sums(
-                    chunk.logits, chunk.labels, 1.0, ignore_index=case.ignore_index, mask=chunk.mask
-                )
-                voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
-                part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
-                drawn = torch.from_numpy(random.integers(voxels, size=part)).to(chunk.logits.device)
-                drawn = drawn[chunk.valid.flatten()[drawn]]
-                logits.append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
-                labels.append(chunk.labels.flatten()[drawn].cpu().long())
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
-        del case
-    if not total.count:
-        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+
+    def look(case: Case, chunk: Chunk) -> TemperatureSums:
+        voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
+        part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
+        drawn = torch.from_numpy(random.integers(voxels, size=part)).to(chunk.logits.device)
+        drawn = drawn[chunk.valid.flatten()[drawn]]
+        logits.append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
+        labels.append(chunk.labels.flatten()[drawn].cpu().long())
+        return _chunk_sums(chunk, 1.0)
+
+    total = sum(over_chunks(cases, look), TemperatureSums())
+    check_voxels(total.count)
     return total, torch.cat(logits), torch.cat(labels)

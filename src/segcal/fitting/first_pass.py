@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.cases import CaseSet
-from segcal.errors import SegcalError
+from segcal.cases.calibrated import AnyCalibrator
+from segcal.fitting.data import over_chunks
 from segcal.fitting.limits import HIGHEST, LOWEST
-from segcal.fitting.sampling import CONFIDENCES, VoxelSample, VoxelSampler
-from segcal.kernels.survey import survey
+from segcal.fitting.sampling import VoxelSample, VoxelSampler
+from segcal.kernels.survey import Survey
 from segcal.kernels.temperature import slope_and_variance
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
 from segcal.solvers import newton_1d
-from segcal.types import Chunk
+from segcal.types import Case, Chunk
 
 # Voxels of the sample that the temperature is fitted to.
 _TEMPERATURE_VOXELS = 50_000
@@ -42,21 +43,16 @@ class FirstPass:
     class_names: tuple[str, ...]
 
     @classmethod
-    def over(cls, cases: CaseSet, voxels: int, seed: int) -> FirstPass:
-        """Read all cases once; raises where scores or labels are invalid."""
+    def over(cls, cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator = None) -> FirstPass:
+        """Read all cases once, mapped by the base if there is one; raises where scores or labels are invalid."""
         sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
         true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
-        for case in cases:
-            try:
-                for chunk in case.chunks():
-                    seen = survey(
-                        chunk.logits, chunk.labels, CONFIDENCES, ignore_index=case.ignore_index, mask=chunk.mask
-                    )
-                    sampler.draw(chunk.logits, chunk.labels, seen.strata)
-                    true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
-            except SegcalError as error:
-                raise error.at(case=case.id) from None
-            del case
+
+        def draw(_: Case, chunk: Chunk) -> Survey:
+            return sampler.add(chunk.logits, chunk.labels, chunk.mask, chunk.ignore_index)
+
+        for seen in over_chunks(cases, draw, base):
+            true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
         sample = sampler.sample()
         if impossible:
             sample = replace(sample, logits=only_possible(sample.logits))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from segcal.cases import CaseSet, Split
+from segcal.cases.calibrated import AnyCalibrator
 from segcal.fitting.data import FitData
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.sampling import VoxelSample
@@ -63,13 +63,13 @@ def hold_out(data: FitData) -> HeldOut:
     return HeldOut(split.calibration, split.validation, notes)
 
 
-def held_out_samples(data: FitData, voxels: int, see: Callable[[CaseSet], CaseSet] = lambda cases: cases) -> Samples:
-    """Samples of at most ``voxels`` voxels each; ``see`` maps cases to what is sampled."""
+def held_out_samples(data: FitData, voxels: int, base: AnyCalibrator = None) -> Samples:
+    """Samples of at most ``voxels`` voxels each, mapped by the base if there is one."""
     parts = hold_out(data)
-    first = FirstPass.over(see(parts.cases), voxels, data.seed)
+    first = FirstPass.over(parts.cases, voxels, data.seed, base)
     sample = first.sample
     if parts.validation is not None:
-        held_out = FirstPass.over(see(parts.validation), voxels, data.seed).sample
+        held_out = FirstPass.over(parts.validation, voxels, data.seed, base).sample
         whole = [sample] if data.validation is not None else [sample, held_out]
         return Samples(first, held_out, whole, parts.notes)
     if len(sample) < 2:

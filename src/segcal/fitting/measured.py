@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.cases import CaseSet
-from segcal.cases.calibrated import AnyCalibrator, score_pieces
-from segcal.errors import InputError, SegcalError
+from segcal.cases.calibrated import AnyCalibrator
+from segcal.fitting.data import check_voxels, over_chunks
 from segcal.fitting.first_pass import check_possible
 from segcal.statistics import VoxelStatistics
-from segcal.types import Chunk
+from segcal.types import Case, Chunk
 
 
 class Loss(NamedTuple):
@@ -31,19 +31,16 @@ def mean_loss(cases: CaseSet, calibrator: AnyCalibrator = None) -> Loss:
     Raises where scores or labels are invalid.
     """
     statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
-    for case in cases:
-        try:
-            for rows, scores in score_pieces(case, calibrator):
-                chunk = Chunk(rows, scores, case.rows("labels", rows), case.rows("mask", rows), case.ignore_index)
-                statistics.update(scores, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
-                if calibrator is None:
-                    check_possible(chunk)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
-        del case
+
+    def add(case: Case, chunk: Chunk) -> None:
+        statistics.update(chunk.logits, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
+        if calibrator is None:
+            check_possible(chunk)
+
+    for _ in over_chunks(cases, add, calibrator):
+        pass
     count = statistics.count()
-    if not count:
-        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    check_voxels(count)
     return Loss(float(statistics.total().losses.sum(0)[0]) / count, count)
 
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.errors import InputError
-from segcal.kernels.survey import survey
+from segcal.fitting.data import check_voxels
+from segcal.kernels.survey import Survey, survey
 from segcal.types import FloatArray
 
 Ints = NDArray[np.int64]
@@ -106,7 +106,7 @@ class VoxelSampler:
     Examples:
         >>> sampler = VoxelSampler(num_classes=3, voxels=100)
         >>> z = torch.randn(1, 3, 50, 60, generator=torch.Generator().manual_seed(0))
-        >>> sampler.add(z, z.argmax(1), torch.ones(1, 50, 60, dtype=torch.bool))
+        >>> _ = sampler.add(z, z.argmax(1))
         >>> sample = sampler.sample()
         >>> len(sample), sample.total, round(sample.weights.sum())
         (100, 3000, 3000)
@@ -120,12 +120,12 @@ class VoxelSampler:
         self._parts: list[VoxelSample] = []
         self._held = self._seen = 0
 
-    def add(self, logits: Tensor, labels: Tensor, valid: Tensor) -> None:
-        """Draw from ``logits (N, C, *spatial)`` and ``labels`` where ``valid``; raises where a voxel is invalid."""
-        self.draw(logits, labels, survey(logits, labels, CONFIDENCES, mask=valid).strata)
-
-    def draw(self, logits: Tensor, labels: Tensor, strata: Ints) -> None:
-        """Draw from voxels whose strata are known; see ``segcal.kernels.survey``."""
+    def add(
+        self, logits: Tensor, labels: Tensor, mask: Tensor | None = None, ignore_index: int | None = None
+    ) -> Survey:
+        """Draw from ``logits (N, C, *spatial)`` and ``labels``; raises where a valid voxel has invalid scores."""
+        seen = survey(logits, labels, CONFIDENCES, ignore_index=ignore_index, mask=mask)
+        strata = seen.strata
         logits, flat_labels = logits.detach(), labels.reshape(-1)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
         kept, keys = _choose(strata, first, self._highest, self._sizes)
@@ -139,6 +139,7 @@ class VoxelSampler:
         self._held += len(kept)
         if self._held > _MOST * self.voxels:
             self._thin(int(_SPARE * self.voxels))
+        return seen
 
     def _thin(self, voxels: int) -> VoxelSample:
         strata, keys = (np.concatenate([getattr(part, name) for part in self._parts]) for name in ("strata", "keys"))
@@ -158,8 +159,7 @@ class VoxelSampler:
 
     def sample(self) -> VoxelSample:
         """The sample of all data so far."""
-        if not self._sizes.sum():
-            raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+        check_voxels(int(self._sizes.sum()))
         return replace(self._thin(self.voxels), sizes=self._sizes.copy())
 
 
