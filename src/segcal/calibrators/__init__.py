@@ -12,7 +12,6 @@ from segcal.calibrators.loading import load as load
 from segcal.calibrators.temperature import *
 from segcal.calibrators.ensemble_temperature import *
 from segcal.calibrators.affine import *
-from segcal.calibrators.conditional import *
 from segcal.calibrators.local import *
 from segcal.calibrators.selective import *
 from segcal.calibrators.meta import *

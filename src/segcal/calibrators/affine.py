@@ -1,4 +1,4 @@
-"""One affine map for all voxels: vector, matrix and Dirichlet scaling."""
+"""Affine maps: one for all voxels (vector, matrix and Dirichlet scaling), or one per predicted class (cdc, CMS)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from segcal.calibrators.base import ParameterCount
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.fitting.limits import Limits
 from segcal.kernels import AffineMap
 
-__all__ = ["DirichletCalibration", "MatrixScaling", "TranslationInvariantMatrixScaling", "VectorScaling"]
+__all__ = [
+    "CMSArgmaxPreserving", "CMSOrderPreserving", "ClassConditionalDirichlet", "DirichletCalibration", "MatrixScaling",
+    "TranslationInvariantMatrixScaling", "VectorScaling",
+]  # fmt: skip
 
 
 class VectorScaling(ExpertCalibrator):
@@ -44,11 +46,6 @@ class VectorScaling(ExpertCalibrator):
         scales = weight.diagonal(0, 1, 2)
         return {**tensors, "weight": scales[:, :, None]} if torch.equal(scales.diag_embed(), weight) else tensors
 
-    @classmethod
-    def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``2 C``; a shift of all biases has no effect."""
-        return ParameterCount(2 * num_classes, 2 * num_classes - 1)
-
 
 class MatrixScaling(ExpertCalibrator):
     """``ms``: ``S(W z + b)`` (Guo et al., ICML 2017). Depends on offsets of the logits; may change labels.
@@ -69,11 +66,6 @@ class MatrixScaling(ExpertCalibrator):
 
     def _affine(self) -> AffineMap:
         return AffineMap(self.weight[0], self.bias[0])
-
-    @classmethod
-    def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``C (C + 1)`` and ``C^2 - 1``."""
-        return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)
 
 
 class TranslationInvariantMatrixScaling(ExpertCalibrator):
@@ -100,11 +92,6 @@ class TranslationInvariantMatrixScaling(ExpertCalibrator):
         largest = len(self.bias[0]) * limits["weight"].high
         return {**limits, "weight": Limits(-largest, largest, same_sum=True)}
 
-    @classmethod
-    def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``C^2 + 1`` and ``C (C - 1)``."""
-        return ParameterCount(num_classes**2 + 1, num_classes * (num_classes - 1))
-
 
 class DirichletCalibration(ExpertCalibrator):
     """``dc``: ``S(W log S(z) + b)`` (Kull et al., NeurIPS 2019). Translation invariant; may change labels.
@@ -123,7 +110,72 @@ class DirichletCalibration(ExpertCalibrator):
     preserves = None
     features = "log-probs"
 
-    @classmethod
-    def parameter_count(cls, num_classes: int) -> ParameterCount:
-        """``C (C + 1)`` and ``C^2 - 1``."""
-        return ParameterCount(num_classes * (num_classes + 1), num_classes**2 - 1)
+
+class ClassConditionalDirichlet(ExpertCalibrator):
+    """``cdc``: a Dirichlet map for each predicted class (Kirscher et al.). Translation invariant; may change labels.
+
+    Maps of classes with few voxels are shrunk towards the map fitted to all voxels.
+
+    Examples:
+        >>> import segcal
+        >>> plant = segcal.synthetic.ClassConditional([1.0, 2.0, 3.0])
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), num_classes=3, plant=[plant])
+        >>> report = ClassConditionalDirichlet().fit(cases).fit_report
+        >>> report.converged, report.nll_after < report.nll_before
+        (True, True)
+    """
+
+    id = "cdc"
+    title = "Class conditional Dirichlet"
+    translation_invariant = True
+    preserves = None
+    features = "log-probs"
+    routed = True
+
+
+class CMSArgmaxPreserving(ExpertCalibrator):
+    """``cms-ap``: one affine map per winner, with non-negative weights, of the margins ``z_winner - z_k``.
+
+    Constrained matrix scaling (Kirscher et al.): the winner scores 0, the others ``-(A m + d)`` with ``A >= 0`` and
+    ``d >= 0.001``, so the argmax is kept, and offsets cancel.
+
+    Examples:
+        >>> import segcal
+        >>> plant = segcal.synthetic.ClassConditional([1.0, 2.0, 3.0])
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), num_classes=3, plant=[plant])
+        >>> calibrator = CMSArgmaxPreserving().fit(cases)
+        >>> z = cases[0].logits
+        >>> calibrator.fit_report.converged, bool((calibrator(z).argmax(1) == z.argmax(1)).all())
+        (True, True)
+    """
+
+    id = "cms-ap"
+    title = "CMS argmax preserving"
+    translation_invariant = True
+    preserves = "argmax"
+    features = "margins"
+    routed = True
+
+
+class CMSOrderPreserving(ExpertCalibrator):
+    """``cms-op``: one affine map per winner, with non-negative weights, of the gaps between sorted logits.
+
+    Constrained matrix scaling (Kirscher et al.): sorted scores fall by ``A g + d`` with ``A >= 0`` and ``d >= 0.001``,
+    so the order of all classes is kept, and offsets cancel.
+
+    Examples:
+        >>> import segcal
+        >>> plant = segcal.synthetic.ClassConditional([1.0, 2.0, 3.0])
+        >>> cases = segcal.synthetic.scenes(4, size=(48, 64), num_classes=3, plant=[plant])
+        >>> calibrator = CMSOrderPreserving().fit(cases)
+        >>> z = cases[0].logits
+        >>> calibrator.fit_report.converged, bool((calibrator(z).argsort(1) == z.argsort(1)).all())
+        (True, True)
+    """
+
+    id = "cms-op"
+    title = "CMS order preserving"
+    translation_invariant = True
+    preserves = "order"
+    features = "gaps"
+    routed = True

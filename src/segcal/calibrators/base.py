@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import Self
 
@@ -21,12 +24,12 @@ from segcal.calibrators.per_channel import (
     report_of_channels,
     split_channels,
 )
-from segcal.calibrators.storage import Stored, calibrator_bytes
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.files.atomic import atomic_path
+from segcal.files.plain import plain
 from segcal.fitting.cost import FitCost, check_cost
 from segcal.fitting.data import FitData, Fitted, VoxelBudget
 from segcal.kernels import AffineMap, fast_maps
@@ -35,6 +38,10 @@ from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
 TensorPair = tuple[Tensor, Tensor]
+
+#: The format of files: safetensors with JSON metadata. Those with a map for each channel of multi-label data have
+#: another version, so that no reader takes them for one map.
+FORMAT, VERSION, VERSION_WITH_CHANNELS = "segcal.calibrator", 1, 2
 
 
 class Choice(NamedTuple):
@@ -300,15 +307,20 @@ class Calibrator(CalibratorModule, ABC):
 
     def to_bytes(self) -> bytes:
         """The content of the file that ``save`` writes."""
-        return calibrator_bytes(self._stored())
-
-    def _stored(self) -> Stored:
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
-        tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
-        about = self.id, self.arguments(), self.num_classes, self.class_names, self.fit_report
-        channels = zip(self.channel_names or (), self.per_channel, strict=True)
-        return Stored(tensors, *about, {name: own._stored() for name, own in channels})
+        version = VERSION if self.channels is None else VERSION_WITH_CHANNELS
+        about = {"format": FORMAT, "version": version, "id": self.id, **self._about_fit()}
+        about |= {"num_classes": self.num_classes, "class_names": self.class_names}
+        if self.channel_names is not None:
+            named = zip(self.channel_names, self.per_channel, strict=True)
+            about["channels"] = [{"name": name, **own._about_fit()} for name, own in named]
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
+        return save(tensors, {"segcal": json.dumps(plain(about), allow_nan=False)})
+
+    def _about_fit(self) -> dict[str, Any]:
+        """What a file says of a map, or of the map of a channel, besides its tensors."""
+        return {"arguments": self.arguments(), "fit_report": self.fit_report and asdict(self.fit_report)}
 
 
 #: Every calibrator by its id, filled by ``segcal.calibrators``; defined here so that calibrators can look up others.

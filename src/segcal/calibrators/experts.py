@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Self
 
-from segcal.calibrators.base import Calibrator, Choice, LogUniform
+from segcal.calibrators.base import Calibrator, Choice, LogUniform, ParameterCount
 from segcal.calibrators.module import renamed
 from segcal.cases import CaseSet
 from segcal.errors import InputError, check_name
@@ -19,10 +19,9 @@ from segcal.fitting.cost import FitCost, curvature_cost
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.expert_adam import fit_by_adam
 from segcal.fitting.expert_exact import fit_exactly, sample_voxels
-from segcal.fitting.expert_form import ExpertForm
+from segcal.fitting.expert_form import ExpertForm, Strengths
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import Limits
-from segcal.fitting.penalty import Strengths
 from segcal.kernels import ExpertMap, Features
 from segcal.parallel.threads import blas_threads
 
@@ -75,9 +74,24 @@ class ExpertCalibrator(Calibrator):
 
     # -- the map -------------------------------------------------------------------------------------------------------
 
-    def form(self, num_classes: int) -> ExpertForm:
+    @classmethod
+    def form(cls, num_classes: int) -> ExpertForm:
         """Shape, identity and bounds of the parameters."""
-        return ExpertForm(self.features, num_classes, self.routed, self.equal_row_sums)
+        return ExpertForm(cls.features, num_classes, cls.routed, cls.equal_row_sums)
+
+    @classmethod
+    def parameter_count(cls, num_classes: int) -> ParameterCount:
+        """Those of all experts; equal shifts of all classes have no effect.
+
+        CMS: ``C (C^2 + 1)`` as published, of which ``C^2 (C - 1)`` are identifiable and optimised here.
+        """
+        form = cls.form(num_classes)
+        if form.constrained:
+            return ParameterCount(num_classes * (num_classes**2 + 1), num_classes**2 * (num_classes - 1))
+        experts, outputs, columns = form.shape
+        free = outputs * columns - (outputs - 1) * cls.equal_row_sums
+        shifts = 1 if cls.features == "own-logit" else columns
+        return ParameterCount(experts * free, experts * (free - shifts))
 
     @property
     def map(self) -> ExpertMap:

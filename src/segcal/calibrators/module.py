@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import ParamSpec, Self
 
-from segcal.calibrators.storage import check_num_classes
 from segcal.errors import InputError
 from segcal.fitting.limits import Limits
 
@@ -157,6 +156,13 @@ def _argument_names(cls: Any) -> list[str]:
     parameters = inspect.signature(cls).parameters.values()
     names = [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
     return names if len(names) == len(parameters) else names + _argument_names(cls.__base__)
+
+
+def check_num_classes(value: Any) -> int:
+    """The number of classes; raises unless it is one."""
+    if type(value) is not int or not 2 <= value < 2**31:
+        raise ValueError(f"num_classes is {value!r}")
+    return value
 
 
 def become(module: nn.Module, other: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from segcal.cases import CaseSet
@@ -35,7 +35,9 @@ class Fitted(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def over_chunks(cases: CaseSet, function: Callable[[Case, Chunk], T], calibrator: AnyCalibrator = None) -> Iterator[T]:
+def over_chunks(
+    cases: Iterable[Case], function: Callable[[Case, Chunk], T], calibrator: AnyCalibrator = None
+) -> Iterator[T]:
     """``function(case, chunk)`` for the chunks of all cases, one in memory at a time; errors name the case.
 
     With a calibrator, the logits of the chunks are its log-probabilities.

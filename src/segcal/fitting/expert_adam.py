@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from segcal.fitting.data import FitData, Fitted
-from segcal.fitting.expert_form import ExpertForm
+from segcal.fitting.expert_form import ExpertForm, Strengths
 from segcal.fitting.held_out import held_out_samples
-from segcal.fitting.penalty import Strengths, odir
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import ExpertMap
 from segcal.solvers import adam
@@ -79,7 +78,7 @@ class _Experts(nn.Module):
         self.free, self.floor = (lower < upper).float(), lower.clamp(min=0).float()
         self.basis = None if form.basis is None else torch.from_numpy(form.basis).float()
         experts = len(self.centre)
-        penalties = [odir(form.num_classes, form.features, e, *strengths[:2]) / experts for e in range(experts)]
+        penalties = [form.odir(e, *strengths[:2]) / experts for e in range(experts)]
         self.odir = torch.from_numpy(np.stack(penalties)).float()
         if form.constrained:  # so that softplus(raw) is the identity
             raw = torch.log(torch.expm1(self.centre.clamp(min=_SMALL).double())).float()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from segcal.cases import CaseSet
-from segcal.fitting.expert_form import ExpertForm
-from segcal.fitting.expert_sums import RememberedSums, Rows, Sums, expert_sums, stream_sums
+from segcal.fitting.data import over_chunks
+from segcal.fitting.expert_form import ExpertForm, Quadratic
+from segcal.fitting.expert_sums import Rows, Sums, expert_map, expert_sums
 from segcal.fitting.first_pass import FirstPass
-from segcal.fitting.penalty import Quadratic
 from segcal.fitting.sampling import VoxelSample
+from segcal.kernels import fast_maps
 from segcal.solvers import Policy, Problem, Solution, minimise
-from segcal.types import FloatArray
+from segcal.types import Case, Chunk, FloatArray
 
 
 class ExpertProblem:
@@ -36,8 +38,10 @@ class ExpertProblem:
     ) -> None:
         self.form, self.first, self.penalties = form, first, penalties
         self.basis, self.threads = form.basis, torch.get_num_threads()
-        self._cases = None if first.sample.complete else cases
-        self.streaming = self._cases is not None
+        self.cases = cases or ()
+        self.streaming = cases is not None and not first.sample.complete
+        self._sums = partial(expert_sums, features=form.features, threads=self.threads)
+        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
         experts, outputs, columns = form.shape
         free = outputs * columns if self.basis is None else self.basis.shape[1]
         self.blocks = list(np.arange(experts * free).reshape(experts, free))
@@ -66,33 +70,72 @@ class ExpertProblem:
 
     def on(self, sample: VoxelSample) -> Problem:
         """The objective on a sample: values by expert, gradient and Hessians."""
-        rows = self._all_rows.rows if sample is self.first.sample else self._rows(sample)
+        rows = self._sample_rows if sample is self.first.sample else self._rows(sample)
 
         def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
-            sums = expert_sums(rows, self.theta(x), self.form.features, curvature=True, threads=self.threads)
+            sums = self._sums(rows, self.theta(x), curvature=True)
             return *self._combine(sums, x), [self._hessian(e, own) for e, own in enumerate(sums.curvature)]
 
         return problem
 
     def whole(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Values by expert and gradient of the objective."""
-        theta = self.theta(x)
-        if self._cases is None:
-            return self._combine(self._all_rows(theta), x)
-        return self._combine(stream_sums(self._cases, theta, self.form.features, fast=not self.first.impossible), x)
+        return self._combine(self._streamed(self.theta(x)) if self.streaming else self._remembered(self.theta(x)), x)
 
     def curvature(self, x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
         """Hessians of some experts."""
-        theta, features, threads = self.theta(x), self.form.features, self.threads
-        if self._cases is None:
-            sums = expert_sums(self._all_rows.rows, theta, features, curvature=True, experts=experts, threads=threads)
+        theta = self.theta(x)
+        if self.streaming:
+            sums = self._streamed(theta, experts)
         else:
-            sums = stream_sums(self._cases, theta, features, experts=experts, threads=threads)
+            sums = self._sums(self._sample_rows, theta, curvature=True, experts=experts)
         return [self._hessian(e, sums.curvature[e]) for e in experts]
 
+    def _remembered(self, theta: FloatArray) -> Sums:
+        """NLL and gradient on the sample; sums of experts that did not move are not computed again.
+
+        A solver moves some experts while others rest, and returns to the point before where a step is refused: so the
+        sums at the last two points of every expert are kept.
+        """
+        points = [own.tobytes() for own in theta]
+        new = [e for e, point in enumerate(points) if point not in self._known[e]]
+        if new:
+            sums = self._sums(self._sample_rows, theta, experts=new)
+            for e in new:
+                last = list(self._known[e].items())[-1:]
+                self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
+        nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
+        return Sums(np.array(nll), np.stack(gradient))
+
+    def _streamed(self, theta: FloatArray, experts: Sequence[int] | None = None) -> Sums:
+        """NLL and gradient over all voxels of the cases; given experts, over theirs only, and with curvature.
+
+        The compiled loops have no curvature and cannot handle impossible classes.
+        """
+        features, fast = self.form.features, not experts and not self.first.impossible
+
+        def chunk_sums(_: Case, chunk: Chunk) -> Sums:
+            if fast and fast_maps(chunk.logits) is not None:
+                from segcal.kernels.expert_cpu import expert_gradient
+
+                return Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
+            chosen = chunk.valid.cpu()
+            if experts and len(theta) > 1:
+                chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))
+            z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
+            rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
+            return self._sums(rows, theta, curvature=bool(experts), experts=experts, threads=threads)
+
+        size, threads = theta[0].size, self.threads if experts else 1
+        total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
+        for sums in over_chunks(self.cases, chunk_sums):
+            for whole, own in zip(total, sums, strict=True):
+                whole += own
+        return total
+
     @cached_property
-    def _all_rows(self) -> RememberedSums:
-        return RememberedSums(self._rows(self.first.sample), self.form.features, self.threads)
+    def _sample_rows(self) -> Rows:
+        return self._rows(self.first.sample)
 
     def _rows(self, sample: VoxelSample) -> Rows:
         return Rows.of(sample.logits, sample.labels, sample.weights, self.form.features, len(self.blocks))

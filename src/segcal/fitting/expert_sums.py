@@ -6,7 +6,6 @@ expert are a matrix ``(K, J + 1)``, weights then bias; those of all experts are 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.cases import CaseSet
-from segcal.kernels import fast_maps
 from segcal.kernels.experts import ExpertMap, Features, describe
 from segcal.kernels.pool import in_threads
 from segcal.types import FloatArray
@@ -96,64 +93,6 @@ def expert_sums(
     if curvature and features != "own-logit":
         products = np.stack([_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])
     return Sums(nll, gradient, products)
-
-
-def stream_sums(
-    cases: CaseSet,
-    theta: FloatArray,
-    features: Features,
-    *,
-    fast: bool = False,
-    experts: Sequence[int] | None = None,
-    threads: int = 1,
-) -> Sums:
-    """NLL and gradient over all voxels of the cases; given ``experts``, over theirs only, and with curvature.
-
-    ``fast`` allows the compiled loops, which have no curvature and cannot handle impossible classes.
-    """
-    size = theta[0].size
-    total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
-    for case in cases:
-        for chunk in case.chunks():
-            if fast and fast_maps(chunk.logits) is not None:
-                from segcal.kernels.expert_cpu import expert_gradient
-
-                sums = Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
-            else:
-                chosen = chunk.valid.cpu()
-                if experts and len(theta) > 1:
-                    chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))
-                z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
-                rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
-                sums = expert_sums(rows, theta, features, curvature=bool(experts), experts=experts, threads=threads)
-            for whole, own in zip(total, sums, strict=True):
-                whole += own
-        del case
-    return total
-
-
-class RememberedSums:
-    """NLL and gradient of rows; sums of experts that did not move are not computed again.
-
-    A solver moves some experts while others rest, and returns to the point before where a step is refused: so the sums
-    at the last two points of every expert are kept.
-    """
-
-    def __init__(self, rows: Rows, features: Features, threads: int) -> None:
-        self.rows, self.features, self.threads = rows, features, threads
-        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
-
-    def __call__(self, theta: FloatArray) -> Sums:
-        """Those of ``expert_sums`` at ``theta (E, K, J + 1)``."""
-        points = [own.tobytes() for own in theta]
-        new = [e for e, point in enumerate(points) if point not in self._known[e]]
-        if new:
-            sums = expert_sums(self.rows, theta, self.features, experts=new, threads=self.threads)
-            for e in new:
-                last = list(self._known[e].items())[-1:]
-                self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
-        nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
-        return Sums(np.array(nll), np.stack(gradient))
 
 
 def _matrix_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool, *, features: Features) -> _Part:

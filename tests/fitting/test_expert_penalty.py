@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from segcal.calibrators import CALIBRATORS
+from segcal.fitting.expert_form import ExpertForm, Quadratic
 from segcal.fitting.expert_sums import expert_map
-from segcal.fitting.penalty import Quadratic, odir
 
 IDS = ("ms", "dc", "cdc", "cms-ap", "cms-op")
 
@@ -47,7 +47,7 @@ def test_the_penalty_is_that_of_the_equivalent_matrix_scaling(name, classes):
     for seed in range(3):
         theta = random_theta(calibrator, classes, seed)
         for expert in range(len(theta)):
-            matrix = odir(classes, calibrator.features, expert, lam, mu)
+            matrix = calibrator.form(classes).odir(expert, lam, mu)
             penalty = Quadratic(theta[expert].size)
             penalty.add(matrix, identity[expert].ravel())
             weight, bias = probe(calibrator, theta, classes, expert)
@@ -65,7 +65,7 @@ def test_the_identity_and_temperatures_of_affine_maps_cost_nothing(name):
     calibrator = CALIBRATORS[name]()
     identity = calibrator.form(4).identity
     for expert in range(len(identity)):
-        matrix = odir(4, calibrator.features, expert, 1.0, 1.0)
+        matrix = calibrator.form(4).odir(expert, 1.0, 1.0)
         penalty = Quadratic(identity[expert].size)
         penalty.add(matrix, identity[expert].ravel())
         assert penalty.value(identity[expert].ravel()) == pytest.approx(0, abs=1e-14)
@@ -77,9 +77,9 @@ def test_the_identity_and_temperatures_of_affine_maps_cost_nothing(name):
 
 def test_strengths_are_apart_and_linear():
     for features in ("logits", "margins", "gaps"):
-        both = odir(3, features, 1, 2.0, 5.0)
-        assert np.allclose(both, 2 * odir(3, features, 1, 1.0, 0.0) + 5 * odir(3, features, 1, 0.0, 1.0))
-        assert not odir(3, features, 1, 0.0, 0.0).any()
+        odir = ExpertForm(features, 3, routed=False).odir
+        assert np.allclose(odir(1, 2.0, 5.0), 2 * odir(1, 1.0, 0.0) + 5 * odir(1, 0.0, 1.0))
+        assert not odir(1, 0.0, 0.0).any()
 
 
 def test_quadratics_add_up():
