@@ -120,25 +120,24 @@ class LocalTemperatureScaling(Calibrator):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     def _fit(self, data: FitData) -> Fitted:
-        start = TemperatureScaling()
-        start.fit(data.cases, seed=data.seed)
-        assert start.fit_report is not None
-        self.beta.copy_(start.beta)
+        scaling = TemperatureScaling().fit(data.cases, seed=data.seed)
+        alone = scaling.fit_report
+        assert alone is not None
+        self.beta.copy_(scaling.beta)
         held = hold_out(data)
         options = self.epochs, self.learning_rate, self.weight_decay
         recipe = Recipe(self.inputs, self.per_image, *options, everything=data.voxels == "all", seed=data.seed)
-        found = fit_network(self.network, float(start.beta), held.cases, held.validation, recipe)
-        outcome = found.converged, start.fit_report.certificate, found.iterations, found.voxels
-        notes = [*start.fit_report.notes, *held.notes, *found.notes]
-        before, after = start.fit_report.nll_before, start.fit_report.nll_after
-        nll = mean_loss(data.cases, self).nll if found.better else math.inf
-        if nll <= after:
-            return Fitted(before, nll, found.converged, found.gradient, found.iterations, found.voxels, notes)
+        found = fit_network(self.network, float(scaling.beta), held.cases, held.validation, recipe)
+        better, notes = found.nll_after < found.nll_before, [*alone.notes, *held.notes, *found.notes]
+        nll = mean_loss(data.cases, self).nll if better else math.inf
+        found = found._replace(nll_before=alone.nll_before, nll_after=nll, notes=notes)
+        if nll <= alone.nll_after:
+            return found
         self.network.reset()
-        if found.better:
-            beside = compared(nll, after)
+        if better:
+            beside = compared(nll, alone.nll_after)
             notes.append(f"NLL of all cases {beside} that with one temperature: no better, so this is ts")
-        return Fitted(before, after, *outcome, notes)
+        return found._replace(nll_after=alone.nll_after, certificate=alone.certificate)
 
     # -- applying ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from segcal.scores import OFFSET_LIMIT
 
 Neighbourhood = Literal["plane", "volume"]
 Inputs = Literal["logits", "log-probs"]
+# The tensors that are applied to the scores, and those that are applied to the image.
+Prefix = Literal["", "image_"]
 
 TAPS, DILATION = 5, 2
 HALO = (TAPS - 1) * DILATION // 2
@@ -40,19 +42,11 @@ def tree_shapes(num_classes: int, image_channels: int, neighbourhood: Neighbourh
     """The shapes of the parameters and buffers of a ``TemperatureTree``."""
     kernel = (TAPS,) * (2 if neighbourhood == "plane" else 3)
     branches = LEAVES + GATES + (image_channels > 0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "weight": (branches, num_classes, *kernel),
-        "bias": (branches,),
-        "mean": (num_classes,),
-        "scale": (num_classes,),
-    }
-    if image_channels:
-        shapes |= {
-            "image_weight": (1, image_channels, *kernel),
-            "image_bias": (1,),
-            "image_mean": (image_channels,),
-            "image_scale": (image_channels,),
-        }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, outputs, inputs in (("", branches, num_classes), ("image_", 1, image_channels)):
+        if inputs:
+            shapes |= {f"{prefix}weight": (outputs, inputs, *kernel), f"{prefix}bias": (outputs,)}
+            shapes |= {f"{prefix}mean": (inputs,), f"{prefix}scale": (inputs,)}
     return shapes
 
 
@@ -76,12 +70,8 @@ class TemperatureTree(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter
-    image_weight: nn.Parameter
-    image_bias: nn.Parameter
     mean: Tensor
     scale: Tensor
-    image_mean: Tensor
-    image_scale: Tensor
 
     def __init__(
         self, num_classes: int, *, image_channels: int = 0, neighbourhood: Neighbourhood = "plane", seed: int = 0
@@ -105,13 +95,10 @@ class TemperatureTree(nn.Module):
         """2 in a plane, 3 in a volume."""
         return self.weight.ndim - 2
 
-    def standardise_by(self, mean: Tensor, scale: Tensor, image_mean: Tensor, image_scale: Tensor) -> None:
-        """Set means and scales; constant inputs get scale 1."""
-        self.mean.copy_(mean)
-        self.scale.copy_(torch.where(scale > SMALLEST_SCALE, scale, 1.0))
-        if self.image_channels:
-            self.image_mean.copy_(image_mean)
-            self.image_scale.copy_(torch.where(image_scale > SMALLEST_SCALE, image_scale, 1.0))
+    def standardise_by(self, mean: Tensor, scale: Tensor, prefix: Prefix = "") -> None:
+        """Set means and scales of the scores or of the image; constant inputs get scale 1."""
+        self.get_buffer(f"{prefix}mean").copy_(mean)
+        self.get_buffer(f"{prefix}scale").copy_(torch.where(scale > SMALLEST_SCALE, scale, 1.0))
 
     def reset(self) -> None:
         """Make the factor 1 everywhere."""
@@ -121,35 +108,33 @@ class TemperatureTree(nn.Module):
 
     def forward(self, scores: Tensor, image: Tensor | None = None) -> Tensor:
         """Factors ``(N, *spatial)`` of padded scores ``(N, C, *(spatial + 8))`` and a padded image like them."""
-        branch = _convolve(scores, self.weight, self.bias, self.mean, self.scale).unbind(1)
-        t1, t2, t3, t4, g1, g2, g3 = branch[: LEAVES + GATES]
-        root = _gate(g3, _gate(g1, t1, t2), _gate(g2, t3, t4))
-        if image is not None:
-            leaf = _convolve(image, self.image_weight, self.image_bias, self.image_mean, self.image_scale)[:, 0]
-            root = _gate(branch[-1], leaf, root)
-        return F.softplus(root + UNIT)
+        leaf = None if image is None else self._convolve(image, "image_")[:, 0]
+        return _factor(self._convolve(scores), leaf)
 
     def at_points(self, scores: Tensor) -> Tensor:
         """Factors ``(v,)`` of scores ``(v, C)`` whose neighbours are all like themselves."""
         taps = tuple(range(2, self.weight.ndim))
         x = ((scores - self.mean.to(scores)) / self.scale.to(scores)).nan_to_num_(0.0)
-        branch = F.linear(x, self.weight.sum(taps).to(x), self.bias.to(x)).unbind(1)
-        t1, t2, t3, t4, g1, g2, g3 = branch
-        return F.softplus(_gate(g3, _gate(g1, t1, t2), _gate(g2, t3, t4)) + UNIT)
+        return _factor(F.linear(x, self.weight.sum(taps).to(x), self.bias.to(x)))
+
+    def _convolve(self, x: Tensor, prefix: Prefix = "") -> Tensor:
+        """The dilated convolution of standardised inputs; the weights, which are fewer, are divided by the scale."""
+        column = (-1, *[1] * (x.ndim - 2))
+        weight, bias = (self.get_parameter(prefix + name).to(x) for name in ("weight", "bias"))
+        mean, scale = (self.get_buffer(prefix + name).to(x).view(column) for name in ("mean", "scale"))
+        x = (x - mean).nan_to_num_(0.0)
+        return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight / scale, bias, dilation=DILATION)
+
+
+def _factor(branches: Tensor, leaf: Tensor | None = None) -> Tensor:
+    """The tree of leaves and gates ``(n, 7, ...)``; a leaf of the image has an eighth branch as its gate."""
+    t1, t2, t3, t4, g1, g2, g3, *gate = branches.unbind(1)
+    root = _gate(g3, _gate(g1, t1, t2), _gate(g2, t3, t4))
+    return F.softplus((root if leaf is None else _gate(gate[0], leaf, root)) + UNIT)
 
 
 def _gate(gate: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.lerp(other, one, torch.sigmoid(gate))
-
-
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """The dilated convolution of standardised inputs; the weights, which are fewer, are divided by the scale."""
-    ones = [1] * (x.ndim - 2)
-    x = (x - mean.to(x).view(-1, *ones)).nan_to_num_(0.0)
-    weight = weight.to(x) / scale.to(x).view(-1, *ones)
-    if x.ndim == 4:
-        return F.conv2d(x, weight, bias.to(x), dilation=DILATION)
-    return F.conv3d(x, weight, bias.to(x), dilation=DILATION)
 
 
 def temperature(factor: Tensor, beta: Tensor | float) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from segcal.calibrators.local_network import (
     Inputs,
+    Prefix,
     TemperatureTree,
     Window,
     check_image,
@@ -31,7 +32,7 @@ from segcal.calibrators.local_network import (
 )
 from segcal.cases import CaseSet
 from segcal.errors import naming
-from segcal.fitting.data import check_voxels
+from segcal.fitting.data import Fitted, check_voxels
 from segcal.fitting.measured import compared
 from segcal.parallel.threads import torch_threads
 from segcal.solvers import adam
@@ -70,20 +71,6 @@ class Recipe:
     seed: int
 
 
-class Outcome(NamedTuple):
-    """Whether the network beat a single temperature on the validation crops, and how the training went.
-
-    ``gradient`` is the norm of the gradient of the mean loss at the end, ``voxels`` the number of voxels in all crops.
-    """
-
-    better: bool
-    notes: list[str]
-    converged: bool
-    gradient: float
-    iterations: int
-    voxels: int
-
-
 class Crops(NamedTuple):
     """Crops of one size, first axis n.
 
@@ -109,8 +96,11 @@ class Crops(NamedTuple):
 
 def fit_network(
     network: TemperatureTree, beta: float, cases: CaseSet, validation: CaseSet | None, recipe: Recipe
-) -> Outcome:
+) -> Fitted:
     """Train the network in place; it ends in the state of the lowest validation NLL.
+
+    The report holds the validation NLL, before with one temperature and after with the network. Its certificate is the
+    norm of the gradient of the mean loss at the end.
 
     ``validation`` is None if there is only one case, of which a part is held out.
 
@@ -126,7 +116,14 @@ def fit_network(
         notes.append(note)
     else:
         held_out = CropSource(validation, sides, network, recipe, share=0.25)
-    network.standardise_by(*_moments(train, network, recipe))
+    moments: dict[Prefix, _Moments] = {"": _Moments(), "image_": _Moments()}
+    for crops in train.batches():
+        moments[""].add(network_inputs(crops.scores, recipe.inputs))
+        if crops.image is not None:
+            moments["image_"].add(crops.image)
+    for prefix, own in moments.items():
+        if own.count:
+            network.standardise_by(*own.result(), prefix)
 
     def losses(crops: Crops) -> Tensor:
         temperatures = temperature(network(network_inputs(crops.scores, recipe.inputs), crops.image), beta)
@@ -152,12 +149,11 @@ def fit_network(
     gradient = math.sqrt(sum(float(p.grad.square().sum()) for p in network.parameters() if p.grad is not None))
     network.zero_grad()
     network.requires_grad_(False)
-    better = training.objective < single
-    comparison = f"validation NLL {compared(training.objective, single)} that with one temperature"
-    outcome = comparison if better else f"{comparison}: no better, so this is ts"
-    notes.append(f"{training.message}; {outcome}")
+    after = training.objective
+    outcome = "" if after < single else ": no better, so this is ts"
+    notes.append(f"{training.message}; validation NLL {compared(after, single)} that with one temperature{outcome}")
     voxels = train.voxels + (0 if held_out is train else held_out.voxels)
-    return Outcome(better, notes, training.converged, gradient, training.iterations, voxels)
+    return Fitted(single, after, training.converged, gradient, training.iterations, voxels, notes)
 
 
 def _nll(crops: Crops, beta: Tensor) -> Tensor:
@@ -227,14 +223,13 @@ class CropSource:
     def batches(self, generator: torch.Generator | None = None) -> Iterator[Crops]:
         """All crops in batches, in random order if there is a generator; the crops of ``_groups`` stay together."""
         for part in self.parts():
-            groups = self._groups(part)
-            order = (
-                range(len(groups)) if generator is None else torch.randperm(len(groups), generator=generator).tolist()
-            )
-            size = _BATCH if generator is None else max(1, min(_BATCH, len(part.owner) // _STEPS))
+            groups, size = self._groups(part), _BATCH
+            if generator is not None:
+                groups = [groups[turn] for turn in torch.randperm(len(groups), generator=generator).tolist()]
+                size = max(1, min(_BATCH, len(part.owner) // _STEPS))
             batch: list[Tensor] = []
-            for turn in order:
-                batch.append(groups[turn])
+            for group in groups:
+                batch.append(group)
                 if sum(map(len, batch)) >= size:
                     yield part.take(torch.cat(batch))
                     batch = []
@@ -286,23 +281,19 @@ class CropSource:
         """One window of every item of a case; beyond the border the image is mirrored."""
         batch, _, *spatial = case.shape
         window = Window(box, tuple(spatial), self.axes)
-        source = window.source
-        logits = case.rows("logits", source)
+        logits = case.rows("logits", window.source)
         image = None
         if self.image_channels:
-            image = check_image(case.source.image(source), self.image_channels, tuple(logits.shape))
+            image = check_image(case.source.image(window.source), self.image_channels, tuple(logits.shape))
             image = window.padded(image.expand(batch, *image.shape[1:])).cpu()
-        labels = torch.full((batch, *(stop - start for start, stop in box)), _IGNORED)
-        inside = torch.zeros(labels.shape, dtype=torch.bool)
-        ends = [min(stop, size) for (_, stop), size in zip(box, spatial, strict=True)]
-        rows = slice(box[0][0], ends[0])
-        columns = (slice(start, end) for (start, _), end in zip(box[1:], ends[1:], strict=True))
+        rows, *columns = (slice(start, min(stop, size)) for (start, stop), size in zip(box, spatial, strict=True))
         here = (slice(None), slice(None), *columns)
-        there = (slice(None), *(slice(0, end - start) for (start, _), end in zip(box, ends, strict=True)))
         own, mask = case.rows("labels", rows)[here].cpu().long(), case.rows("mask", rows)
         valid = own != case.ignore_index
-        labels[there] = torch.where(valid if mask is None else valid & mask[here].cpu(), own, _IGNORED)
-        inside[there] = True
+        own = torch.where(valid if mask is None else valid & mask[here].cpu(), own, _IGNORED)
+        beyond = [end for (_, stop), size in zip(box, spatial, strict=True) for end in (max(0, stop - size), 0)][::-1]
+        labels = F.pad(own, beyond, value=_IGNORED)
+        inside = F.pad(torch.ones_like(own, dtype=torch.bool), beyond)
         if len(box) > self.axes:  # a slice of a volume
             labels, inside = labels.flatten(0, 1), inside.flatten(0, 1)
         return Crops(window.padded(logits).float().cpu(), image, labels, inside, images + torch.arange(batch))
@@ -310,12 +301,11 @@ class CropSource:
 
 def _crop_sides(cases: CaseSet, axes: int) -> tuple[int, ...]:
     """The sides of a crop, limited to the longest sides of the cases."""
-    longest = [1] * axes
-    for index in range(len(cases)):
-        case = cases[index]
-        check_space(case.shape[2:], axes)
-        longest = [max(one, other) for one, other in zip(longest, case.shape[-axes:], strict=True)]
-    return tuple(min(side, length) for side, length in zip(_SIDES[axes], longest, strict=True))
+    shapes = [cases[index].shape[2:] for index in range(len(cases))]
+    for shape in shapes:
+        check_space(shape, axes)
+    longest = [max(lengths) for lengths in zip(*(shape[-axes:] for shape in shapes), strict=True)]
+    return tuple(map(min, _SIDES[axes], longest))
 
 
 def _boxes(spatial: tuple[int, ...], sides: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
@@ -326,16 +316,6 @@ def _boxes(spatial: tuple[int, ...], sides: tuple[int, ...]) -> list[tuple[tuple
         tuple((start, start + length) for start, length in zip(corner, lengths, strict=True))
         for corner in itertools.product(*starts)
     ]
-
-
-def _moments(source: CropSource, network: TemperatureTree, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The mean and standard deviation over all crops of each input channel, and of each channel of the image."""
-    scores, image = _Moments(), _Moments()
-    for crops in source.batches():
-        scores.add(network_inputs(crops.scores, recipe.inputs))
-        if crops.image is not None:
-            image.add(crops.image)
-    return (*scores.result(), *image.result())
 
 
 class _Moments:
@@ -354,6 +334,7 @@ class _Moments:
         self.sums, self.squares = self.sums + flat.sum(1), self.squares + flat.square().sum(1)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        mean = self.sums / max(1, self.count)
-        variance = (self.squares / max(1, self.count) - mean**2).clamp(min=0)
+        """Mean and standard deviation of each channel."""
+        mean = self.sums / self.count
+        variance = (self.squares / self.count - mean**2).clamp(min=0)
         return (self.shift.flatten() + mean).float(), variance.sqrt().float()
