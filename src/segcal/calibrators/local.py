@@ -13,7 +13,7 @@ import segcal.calibrators.local_network as local_network
 from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
-from segcal.calibrators.temperature import TemperatureScaling
+from segcal.calibrators.temperature import HasTemperature, TemperatureScaling
 from segcal.errors import InputError, check_name, naming
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.held_out import hold_out
@@ -32,7 +32,7 @@ TILE_VALUES = 2**19
 Reader = Callable[[slice], tuple[Tensor, Tensor | None]]
 
 
-class LocalTemperatureScaling(Calibrator):
+class LocalTemperatureScaling(HasTemperature, Calibrator):
     """``lts``: ``S(z / T(v))``, a temperature for every voxel from the logits around it (Ding et al., ICCV 2021).
 
     ``T(v)`` is the temperature of ``ts`` times the output of a ``TemperatureTree``, which Adam trains on crops of the
@@ -69,7 +69,6 @@ class LocalTemperatureScaling(Calibrator):
     spatial = True
     inputs: local_network.Inputs = "logits"
     per_image: ClassVar[bool] = False
-    beta: Tensor
 
     @renamed(rate="learning_rate")
     def __init__(
@@ -98,7 +97,7 @@ class LocalTemperatureScaling(Calibrator):
         )
 
     def _summary(self) -> str:
-        return f"T = {1 / float(self.beta):.4g} times the output of a network of {self.size():,} parameters"
+        return f"T = {self.temperature:.4g} times the output of a network of {self.size():,} parameters"
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the temperature and of the network."""

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
+from segcal.calibrators.temperature import HasTemperature
 from segcal.errors import InputError
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import FirstPass, SampleNLL
 from segcal.fitting.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
-from segcal.fitting.measured import Detection, compared, detection_counts, mean_loss
+from segcal.fitting.measured import HasDetection, compared, detection_counts, mean_loss, missing_kind
 from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
 
@@ -26,7 +27,7 @@ _VOXELS = 200_000
 REJECTED = 1e-10
 
 
-class MetaCal(Calibrator):
+class MetaCal(HasTemperature, HasDetection, Calibrator):
     """``meta-cal``: ``S(z / 1e10)`` where the entropy is above gamma, ``S(z / T)`` elsewhere.
 
     Ma and Blaschko (ICML 2021) rank predictions by entropy and answer at random above a threshold. Here, as in Wang et
@@ -55,9 +56,7 @@ class MetaCal(Calibrator):
     title = "Meta-Cal"
     translation_invariant = True
     preserves = "order"
-    beta: Tensor
     gamma: Tensor
-    counts: Tensor
 
     def __init__(self, miscoverage: float = 0.05) -> None:
         super().__init__()
@@ -68,18 +67,8 @@ class MetaCal(Calibrator):
         self.register_buffer("gamma", torch.zeros((), dtype=torch.float64))
         self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.float64))
 
-    @property
-    def temperature(self) -> float:
-        """The temperature T."""
-        return 1 / float(self.beta)
-
     def _summary(self) -> str:
         return f"T = {self.temperature:.4g}, uniform above an entropy of {float(self.gamma):.4g} nats"
-
-    @property
-    def detection(self) -> Detection:
-        """How well the threshold finds mispredictions."""
-        return Detection.of(self.counts)
 
     def limits(self) -> dict[str, Limits]:
         """The bounds of ``ts``, and an entropy above which nothing can be rejected."""
@@ -96,8 +85,7 @@ class MetaCal(Calibrator):
         sample = first.sample
         if data.validation is not None:
             sample = FirstPass.over(data.validation, _VOXELS, data.seed).sample
-        uncertain = entropy(sample.logits.double())
-        wrong = sample.logits.argmax(1) != sample.labels
+        uncertain, wrong = entropy(sample.logits.double()), sample.wrong
         notes = []
         if data.voxels == "all" and len(sample) < sample.total:
             notes.append(f"gamma and T are fitted to {len(sample):,} voxels: voxels = 'all' does not change that")
@@ -112,9 +100,8 @@ class MetaCal(Calibrator):
             return solution, mean_loss(data.cases, self).nll
 
         nowhere = _above_all_entropies(first.num_classes)
-        if bool(wrong.all()) or not bool(wrong.any()):
-            kind = "correct prediction" if bool(wrong.all()) else "misprediction"
-            notes.append(f"no {kind} to rank the others against: nothing is rejected")
+        if missing := missing_kind(wrong):
+            notes.append(f"no {missing} to rank the others against: nothing is rejected")
             solution, after = reject_above(nowhere)
         else:
             correct = uncertain[~wrong], sample.weights[~wrong.numpy()]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from segcal.calibrators.composed import Base, ComposedCalibrator
+from segcal.calibrators.temperature import HasTemperature
 from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import SampleNLL
 from segcal.fitting.held_out import held_out_samples
 from segcal.fitting.limits import COUNT, LOWEST, Limits
-from segcal.fitting.measured import Detection, detection_counts, mean_loss
+from segcal.fitting.measured import HasDetection, detection_counts, mean_loss, missing_kind
 from segcal.fitting.sampling import VoxelSample
 from segcal.scores import keep_argmax
 from segcal.solvers import Training, adam, newton_1d
@@ -39,7 +40,7 @@ _LOWEST_INPUT = -30.0
 _SMALL_T, _LARGE_T, _POOR, _GOOD = 2.0, 1e10, 0.35, 0.5
 
 
-class SelectiveScaling(ComposedCalibrator):
+class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
     """``selective``: ``S(u / T1)`` where a selector says that the prediction is wrong, u elsewhere (Wang et al. 2023).
 
     u are the log-probabilities of the ``base`` calibrator, or ``log S(z)`` without one. The selector is a small network
@@ -70,8 +71,6 @@ class SelectiveScaling(ComposedCalibrator):
     title = "Selective scaling"
     translation_invariant = True
     preserves = "order"
-    beta: Tensor
-    counts: Tensor
 
     def __init__(self, base: Base = None, rule: Rule = "nll") -> None:
         super().__init__(base)
@@ -85,34 +84,20 @@ class SelectiveScaling(ComposedCalibrator):
 
     def allocate(self, num_classes: int) -> None:
         """Create the selector, and prepare the base."""
-        for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
-            self.register_buffer(f"weight{index}", torch.zeros(outputs, inputs, device=self.beta.device))
-            self.register_buffer(f"bias{index}", torch.zeros(outputs, device=self.beta.device))
+        for name, shape in _selector_shapes(num_classes).items():
+            self.register_buffer(name, torch.zeros(shape, device=self.beta.device))
         super().allocate(num_classes)
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the selector, T1, the counts and the base."""
-        own: dict[str, tuple[int, ...]] = {"beta": (), "counts": (2, 2)}
-        for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
-            own |= {f"weight{index}": (outputs, inputs), f"bias{index}": (outputs,)}
-        return own | super().shapes(num_classes)
+        return {"beta": (), "counts": (2, 2), **_selector_shapes(num_classes), **super().shapes(num_classes)}
 
     def limits(self) -> dict[str, Limits]:
         """T1 is at least 1."""
         return {"beta": Limits(1 / _LARGE_T, 1.0), "counts": COUNT}
 
-    @property
-    def temperature(self) -> float:
-        """The temperature T1."""
-        return 1 / float(self.beta)
-
     def _summary(self) -> str:
         return f"T1 = {self.temperature:.4g} where a selector of {self.size():,} parameters says wrong"
-
-    @property
-    def detection(self) -> Detection:
-        """How well the selector finds mispredictions, estimated on the validation cases."""
-        return Detection.of(self.counts)
 
     def suspicion(self, log_probs: Tensor) -> Tensor:
         """Positive where the selector says that the prediction is wrong: ``(N, C, *spatial)`` to ``(N, *spatial)``."""
@@ -154,31 +139,28 @@ class SelectiveScaling(ComposedCalibrator):
         if data.voxels == "all" and len(sample) < sample.total:
             notes.append(f"voxels = 'all' is for the base: the selector is trained on {len(sample):,} voxels")
         training, choice = None, _Choice(0.0, 1.0, 0.0, converged=True, certificate=0.0)
-        if one_sided := _one_sided(sample):
-            notes.append(f"no {one_sided} among the calibration voxels: no selector can be trained, T1 = 1")
+        if missing := missing_kind(sample.wrong):
+            notes.append(f"no {missing} among the calibration voxels: no selector can be trained, T1 = 1")
         else:
             training = self._train(sample, held_out, data.seed)
             choice = self._choose(held_out)
             epochs = len(training.history) - 1
-            notes += [f"selector of epoch {training.best} of {epochs} kept; {self.detection}", *self._degenerate()]
+            notes.append(f"selector of epoch {training.best} of {epochs} kept; {self.detection}")
+            (kept, false), _ = self.counts.tolist()
+            if false > kept:
+                hint = "" if self.base else ", which base='ts' would find first"
+                share = f"{false / (kept + false):.0%} of the correct predictions for wrong"
+                notes.append(f"the selector takes {share}: T1 is nearly that of ts{hint}")
         after = self._measure(data, before.nll, choice, notes)
         steps = 0 if training is None else training.iterations
         return Fitted(before.nll, after, choice.converged, choice.certificate, steps, samples.voxels, notes)
 
-    def _degenerate(self) -> list[str]:
-        """A note if the selector flags most correct predictions."""
-        (kept, false), _ = self.counts.tolist()
-        if not false > kept:
-            return []
-        share, hint = false / (kept + false), "" if self.base else ", which base='ts' would find first"
-        return [f"the selector takes {share:.0%} of the correct predictions for wrong: T1 is nearly that of ts{hint}"]
-
     def _train(self, sample: VoxelSample, held_out: VoxelSample, seed: int) -> Training:
         """Train a selector, and store it with batch norm folded into the linear maps."""
-        own, other = _selection_loss(sample), _selection_loss(held_out)
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             network = _network(sample.logits.shape[1])
+        own, other = (_selection_loss(network, part) for part in (sample, held_out))
 
         def batches(generator: torch.Generator) -> Iterator[Tensor]:
             order = torch.randperm(len(sample), generator=generator)
@@ -187,9 +169,9 @@ class SelectiveScaling(ComposedCalibrator):
 
         training = adam(
             network,
-            lambda index: own(network, index),
+            own,
             batches,
-            lambda: float(other(network, slice(None))),
+            lambda: float(other(slice(None))),
             learning_rate=_RATE,
             weight_decay=_DECAY,
             max_epochs=_EPOCHS,
@@ -205,12 +187,11 @@ class SelectiveScaling(ComposedCalibrator):
     def _choose(self, held_out: VoxelSample) -> _Choice:
         """Set T1 and, by the NLL rule, the threshold; returns what the NLL rule would choose."""
         suspicion = self.suspicion(held_out.logits.log_softmax(1))
-        wrong = held_out.logits.argmax(1) != held_out.labels
         choice = _least_nll(held_out, suspicion, fixed=None if self.rule == "nll" else 0.0)
         _, bias = self._layers()[-1]
         bias[0] += choice.threshold
-        self.counts = detection_counts(wrong, suspicion > choice.threshold, held_out.weights)
-        paper = self.rule == "paper" and bool(wrong.any())
+        self.counts = detection_counts(held_out.wrong, suspicion > choice.threshold, held_out.weights)
+        paper = self.rule == "paper" and bool(held_out.wrong.any())
         self.beta.fill_(1 / paper_temperature(self.detection.recall) if paper else choice.beta)
         return choice
 
@@ -237,15 +218,14 @@ def paper_temperature(recall: float) -> float:
     return float(_SMALL_T * (_LARGE_T / _SMALL_T) ** share)
 
 
-def _selection_loss(sample: VoxelSample) -> Callable[[nn.Module, Tensor | slice], Tensor]:
+def _selection_loss(network: nn.Module, sample: VoxelSample) -> Callable[[Tensor | slice], Tensor]:
     """The cross-entropy of a selector on some voxels; wrong and correct ones have the same total weight."""
-    wrong = (sample.logits.argmax(1) != sample.labels).long()
-    weights = torch.from_numpy(sample.weights)
+    wrong, weights = sample.wrong.long(), torch.from_numpy(sample.weights)
     totals = torch.zeros(2, dtype=weights.dtype).index_add_(0, wrong, weights)
     balanced = (weights / totals[wrong] * len(sample) / 2).float()
     inputs = _selector_input(sample.logits.log_softmax(1)).float()
 
-    def loss(network: nn.Module, index: Tensor | slice) -> Tensor:
+    def loss(index: Tensor | slice) -> Tensor:
         losses = nn.functional.cross_entropy(network(inputs[index]), wrong[index], reduction="none")
         return (balanced[index] * losses).mean()
 
@@ -257,44 +237,34 @@ def _sizes(num_classes: int) -> tuple[tuple[int, int], ...]:
     return (c, c), (c, 2 * c), (2 * c, c), (c, 2)
 
 
+def _selector_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
+        shapes |= {f"weight{index}": (outputs, inputs), f"bias{index}": (outputs,)}
+    return shapes
+
+
 def _selector_input(log_probs: Tensor) -> Tensor:
     return log_probs.clamp(min=_LOWEST_INPUT)
 
 
 def _network(num_classes: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    *hidden, last = _sizes(num_classes)
-    for inputs, outputs in hidden:
-        layers += [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU()]
-    network = nn.Sequential(*layers, nn.Linear(*last))
-    first = network[0]
-    assert isinstance(first, nn.Linear)
-    nn.init.eye_(first.weight)
-    nn.init.zeros_(first.bias)
-    return network
+    *hidden, last = (nn.Linear(*size) for size in _sizes(num_classes))
+    nn.init.eye_(hidden[0].weight)
+    nn.init.zeros_(hidden[0].bias)
+    layers = [layer for own in hidden for layer in (own, nn.BatchNorm1d(own.out_features), nn.ReLU())]
+    return nn.Sequential(*layers, last)
 
 
 def _folded(network: nn.Sequential) -> Iterator[tuple[Tensor, Tensor]]:
     """The linear maps of a trained network, each with the batch norm that follows it folded in."""
-    layers = [layer for layer in network if not isinstance(layer, nn.ReLU)]
-    for layer, norm in zip(layers, [*layers[1:], None], strict=True):
-        if not isinstance(layer, nn.Linear):
-            continue
-        if not isinstance(norm, nn.BatchNorm1d):
-            yield layer.weight, layer.bias
-            continue
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        scale = norm.weight / (norm.running_var + norm.eps).sqrt()
-        yield scale[:, None] * layer.weight, scale * (layer.bias - norm.running_mean) + norm.bias
-
-
-def _one_sided(sample: VoxelSample) -> str | None:
-    """The kind of prediction that the sample lacks, if any."""
-    wrong = sample.logits.argmax(1) != sample.labels
-    if not bool(wrong.any()):
-        return "misprediction"
-    return "correct prediction" if bool(wrong.all()) else None
+    *hidden, last = (layer for layer in network if isinstance(layer, nn.Linear))
+    norms = (layer for layer in network if isinstance(layer, nn.BatchNorm1d))
+    for layer, norm in zip(hidden, norms, strict=True):
+        mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+        scale = norm.weight / (variance + norm.eps).sqrt()
+        yield scale[:, None] * layer.weight, scale * (layer.bias - mean) + norm.bias
+    yield last.weight, last.bias
 
 
 class _Choice(NamedTuple):

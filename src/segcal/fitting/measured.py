@@ -83,6 +83,24 @@ class Detection(NamedTuple):
         return "mispredictions: " + ", ".join(known)
 
 
+class HasDetection:
+    """A calibrator that finds mispredictions, and keeps the ``counts`` of ``Detection.of`` as a buffer."""
+
+    counts: Tensor
+
+    @property
+    def detection(self) -> Detection:
+        """How well it finds mispredictions, on the validation cases if there were any."""
+        return Detection.of(self.counts)
+
+
+def missing_kind(wrong: Tensor) -> str | None:
+    """The kind of prediction that does not occur, if any; ``wrong (n,)`` is bool."""
+    if not bool(wrong.any()):
+        return "misprediction"
+    return "correct prediction" if bool(wrong.all()) else None
+
+
 def detection_counts(wrong: Tensor, flagged: Tensor, weights: NDArray[np.float64]) -> Tensor:
     """The ``counts`` of ``Detection.of``, from bool ``wrong`` and ``flagged (n,)`` and the voxels' weights."""
     index = (2 * wrong.long() + flagged.long()).numpy()

@@ -69,6 +69,11 @@ class VoxelSample:
         drawn = np.bincount(self.strata, minlength=len(self.sizes))
         return (self.sizes / np.maximum(drawn, 1))[self.strata]
 
+    @property
+    def wrong(self) -> Tensor:
+        """Which predictions are wrong ``(n,)``."""
+        return self.logits.argmax(1) != self.labels
+
     def thin(self, voxels: int) -> VoxelSample:
         """At most so many of these voxels: those with the lowest keys of every stratum."""
         return self if len(self) <= voxels else self.take(_lowest(self.strata, self.keys, self.sizes, voxels))
