@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
 from segcal.errors import InputError, SegcalError, check_name, check_seed
+from segcal.parallel.threads import torch_threads
 from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
 # Larger cases are not read ahead as a whole: they are read piece by piece with Case.chunks().
@@ -99,11 +100,14 @@ class CaseSet(Sequence[Case]):
     def __iter__(self) -> Iterator[Case]:
         if not self.refs:
             return
-        with _background() as submit:
-            ahead = submit(self.refs[0])
+        # The thread that reads ahead computes on one core: two pools of threads that spin on the same cores slow each
+        # other down. Torch passes its thread count on to all threads started later, so it is restored at the end.
+        reader = ThreadPoolExecutor(1, "segcal-prefetch", initializer=torch.set_num_threads, initargs=(1,))
+        with torch_threads(torch.get_num_threads()), reader:
+            ahead = reader.submit(_open_ahead, self.refs[0])
             for following in self.refs[1:]:
                 case = ahead.result()
-                ahead = submit(following)
+                ahead = reader.submit(_open_ahead, following)
                 yield case
                 del case  # Otherwise it would stay in memory while the next one is read.
             yield ahead.result()
@@ -256,21 +260,6 @@ def numbered_channels(count: int) -> tuple[str, ...]:
 def _open_and_call(ref: CaseRef, method: str, *arguments: Any) -> Case:
     case: Case = getattr(ref.open(), method)(*arguments)
     return case
-
-
-@contextmanager
-def _background() -> Iterator[Callable[[CaseRef], Future[Case]]]:
-    """A thread that opens cases ahead of time.
-
-    It computes on one core: two pools of threads that spin on the same cores slow each other down. Torch passes the
-    thread count of this thread on to all threads started later, so it is restored at the end.
-    """
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(1, "segcal-prefetch", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        try:
-            yield lambda ref: pool.submit(_open_ahead, ref)
-        finally:
-            torch.set_num_threads(threads)
 
 
 def _open_ahead(ref: CaseRef) -> Case:

@@ -107,11 +107,10 @@ def _with_description(base: Path, members: list[Path], config: DatasetConfig) ->
         labels = {name: _as_tuple(value) for name, value in json.loads(path.read_text("utf-8"))["labels"].items()}
         (ignore,) = labels.pop("ignore", (None,))
         regions = {name: value for name, value in labels.items() if value != (0,)}
-        if any(len(value) > 1 for value in regions.values()):
-            described = parse_config({"ignore_index": ignore, "multilabel": True, "regions": regions})
-        else:
-            names = [name for _, name in sorted((value, name) for name, value in labels.items())]
-            described = parse_config({"ignore_index": ignore, "class_names": names})
+        overlapping = any(len(value) > 1 for value in regions.values())
+        names = sorted(labels, key=lambda name: (labels[name], name))
+        own = {"regions": regions} if overlapping else {"class_names": names}
+        described = parse_config({"ignore_index": ignore, **own})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot be read ({error})", where=str(path), expected="nnU-Net's dataset.json") from None
     if config.ignore_index is None:

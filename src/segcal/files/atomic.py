@@ -134,12 +134,11 @@ def reserve(file: BinaryIO, size: int) -> None:
     if size and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file.fileno(), start, size)
+            return
         except OSError as error:
             # These mean that the file system cannot reserve space.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-        else:
-            return
     end = file.seek(0, os.SEEK_END)  # Existing content stays.
     for part in range(end, start + size, _ZEROS):
         file.write(bytes(min(_ZEROS, start + size - part)))
@@ -219,14 +218,13 @@ def _alive(process: int, token: str) -> bool:
     """Whether the process that created a temporary file may still be running."""
     if process == os.getpid():
         return token == _TOKEN
-    if os.name == "nt":  # There, os.kill ends the process.
-        return True
     try:
-        os.kill(process, 0)
+        if os.name != "nt":  # On Windows, os.kill ends the process.
+            os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:
-        return True
+    except OSError:  # It runs, but belongs to another user.
+        pass
     return True
 
 

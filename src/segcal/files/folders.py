@@ -72,7 +72,11 @@ class OwnFolder:
             return []
         text = self._journal.read_text(encoding="utf-8", errors="replace")
         self._cut = bool(text) and not text.endswith("\n")
-        return [record for record in map(_parse_line, text.splitlines()) if record is not None]
+        records = []
+        for line in text.splitlines():
+            with suppress(ValueError):  # The line was cut off when the program was killed.
+                records.append(json.loads(line))
+        return [record for record in records if isinstance(record, dict)]
 
     def _foreign(self, holds: str | None, resume: bool) -> OutputError:
         problem = f"holds {holds} already" if holds else "is not empty"
@@ -168,18 +172,7 @@ def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False)
 
 def _same(one: Path, other: Path) -> bool:
     """Whether two paths lead to the same folder, by name or, if both exist, by the file system."""
-    if os.path.realpath(one) == os.path.realpath(other):
-        return True
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
-
-
-def _parse_line(line: str) -> dict[str, Any] | None:
-    """A journal record; None for a line that was cut off when the program was killed."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+    same = os.path.realpath(one) == os.path.realpath(other)
+    with suppress(OSError):
+        same = same or one.samefile(other)
+    return same

@@ -70,6 +70,7 @@ class ArrayFile(ABC):
     geometry: Geometry | None = None
     key: str | None = None
     chunk: tuple[int, ...] | None = None  # shape of the blocks that are stored and decoded as one
+    _array: Array | None = None
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: DTypeLike) -> None:
         self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
@@ -95,8 +96,9 @@ class ArrayFile(ABC):
         """Whether some stored chunk holds nothing but the fill value."""
         return False
 
-    def forget(self) -> None:  # noqa: B027 - only files decoded as a whole keep anything
-        """Free what was decoded."""
+    def forget(self) -> None:
+        """Free what was decoded; only files that must be decoded as a whole keep anything."""
+        self._array = None
 
     def read(self, index: Index | None = None) -> Array:
         """The part of the array at ``index`` (one slice per axis; all of it by default), in the machine's byte order.
@@ -111,8 +113,6 @@ class ArrayFile(ABC):
 class WholeFile(ArrayFile):
     """A file that must be decoded as a whole. It is decoded once and kept until ``forget``."""
 
-    _array: Array | None = None
-
     @abstractmethod
     def _decode(self) -> Array: ...
 
@@ -120,10 +120,6 @@ class WholeFile(ArrayFile):
         if self._array is None:
             self._array = self._decode()
         return self._array[index]
-
-    def forget(self) -> None:
-        """Free what was decoded."""
-        self._array = None
 
 
 class ArraySink(ABC):
