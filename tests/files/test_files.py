@@ -14,7 +14,7 @@ from segcal.evaluation.maps import write_maps
 from segcal.files import atomic as files
 from segcal.files.atomic import atomic_path, check_writable
 from segcal.plots import reliability_figures, save
-from segcal.training import checkpoint
+from segcal.training.loop import save_checkpoint
 from segcal.training.networks import UNet
 
 
@@ -154,7 +154,7 @@ def test_files_have_the_rights_that_the_umask_gives(tmp_path):
         calibrator = segcal.calibrators.TemperatureScaling().fit(cases)
         calibrator.save(tmp_path / "cal.safetensors")
         UNet(1, 2, width=4, depth=2).save(tmp_path / "best.safetensors")
-        checkpoint.save(tmp_path / "last.pt", {})
+        save_checkpoint(tmp_path / "last.pt", {})
         for format in SCORE_FORMATS:
             write_dataset(cases[:1], tmp_path / format, format=format)
         apply(calibrator, cases[:1], tmp_path / "applied", confidence=True)

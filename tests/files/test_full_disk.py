@@ -17,7 +17,7 @@ from segcal.cases import write_dataset
 from segcal.cases.formats import SCORE_FORMATS, ArraySpec, create_array
 from segcal.errors import OutputError
 from segcal.files.atomic import check_writable
-from segcal.training import checkpoint
+from segcal.training.loop import save_checkpoint
 from segcal.training.networks import UNet
 
 data, *disks = (pathlib.Path(word) for word in sys.argv[1:])
@@ -41,7 +41,7 @@ attempts = {f"array {format}": lambda format=format: array(format) for format in
 attempts |= {f"pack {f}": lambda f=f: write_dataset(cases, disk / "packed", format=f) for f in ("npy", "zarr", "h5")}
 attempts["apply"] = lambda: apply(calibrator, cases, disk / "applied", confidence=True)
 attempts["network"] = lambda: UNet(1, 4, width=32, depth=3).save(disk / "best.safetensors")
-attempts["checkpoint"] = lambda: checkpoint.save(disk / "last.pt", {"weights": torch.zeros(400_000)})
+attempts["checkpoint"] = lambda: save_checkpoint(disk / "last.pt", {"weights": torch.zeros(400_000)})
 attempts["calibrator"] = lambda: vectors(calibrator)
 found = {}
 if len(disks) > 1:  # filled to the last byte, it is known as full before any work

@@ -259,11 +259,7 @@ class Trainer:
             "history": self.history,
             "best": self.best,
         }
-        with atomic_path(self.output / LAST) as temporary:
-            try:
-                torch.save(state, temporary)
-            except RuntimeError as error:  # torch reports a full disk this way.
-                raise OSError("torch could not write all of it") from error
+        save_checkpoint(self.output / LAST, state)
 
     def _sizes(self) -> dict[str, dict[str, list[int]]]:
         """The size of every scan by part and name."""
@@ -289,6 +285,15 @@ class Trainer:
         if (cuda := state["random"]["cuda"]) and len(cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(cuda)
         self.done, self.history, self.best = state["epoch"], list(state["history"]), dict(state["best"])
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint."""
+    with atomic_path(path) as temporary:
+        try:
+            torch.save(state, temporary)
+        except RuntimeError as error:  # torch reports a full disk this way.
+            raise OSError("torch could not write all of it") from error
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
