@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ __all__ = ["best_calibration", "best_fusion", "joint", "joint_weights", "majorit
 # Most votes (voxels of a chunk times classes) in memory at once.
 _CHUNK_VALUES = 2**22
 
-Weights = Callable[[Tensor, Tensor], Tensor]
+Weights = Callable[[Tensor], Tensor]
 
 
 def majority(candidates: Tensor, num_classes: int, *, undecided: int = 255) -> Tensor:
@@ -32,7 +33,7 @@ def majority(candidates: Tensor, num_classes: int, *, undecided: int = 255) -> T
         >>> majority(torch.tensor([[0, 1], [0, 2], [1, 0]]), num_classes=3)
         tensor([  0, 255])
     """
-    labels, votes = _vote(candidates, None, num_classes, _equal)
+    labels, votes = _vote(candidates, num_classes)
     return torch.where(2 * votes > len(candidates), labels, undecided)
 
 
@@ -43,7 +44,7 @@ def plurality(candidates: Tensor, num_classes: int) -> Tensor:
         >>> plurality(torch.tensor([[2, 1], [2, 2], [1, 0]]), num_classes=3)
         tensor([2, 0])
     """
-    return _vote(candidates, None, num_classes, _equal)[0]
+    return _vote(candidates, num_classes)[0]
 
 
 def weighted(candidates: Tensor, probabilities: Tensor, num_classes: int) -> Tensor:
@@ -54,7 +55,7 @@ def weighted(candidates: Tensor, probabilities: Tensor, num_classes: int) -> Ten
         >>> weighted(candidates, torch.tensor([[0.3], [0.3], [0.9]]), num_classes=2)
         tensor([1])
     """
-    return _vote(candidates, probabilities, num_classes, lambda p, _: p)[0]
+    return _vote(candidates, num_classes, probabilities)[0]
 
 
 def joint(candidates: Tensor, probabilities: Tensor, num_classes: int, *, epsilon: float = 0.1) -> Tensor:
@@ -75,7 +76,7 @@ def joint(candidates: Tensor, probabilities: Tensor, num_classes: int, *, epsilo
     """
     if not epsilon > 0:
         raise InputError(f"epsilon is {epsilon}", expected="a positive number")
-    return _vote(candidates, probabilities, num_classes, lambda p, _: joint_weights(p, epsilon=epsilon))[0]
+    return _vote(candidates, num_classes, probabilities, partial(joint_weights, epsilon=epsilon))[0]
 
 
 def joint_weights(probabilities: Tensor, *, epsilon: float = 0.1) -> Tensor:
@@ -123,17 +124,16 @@ def best_calibration(candidates: Tensor, labels: Tensor, num_classes: int) -> Te
     return torch.where(candidates == labels, 1.0, 1 / num_classes)
 
 
-def _equal(probabilities: Tensor, candidates: Tensor) -> Tensor:
-    return torch.ones_like(candidates, dtype=torch.float32)
-
-
 def _vote(
-    candidates: Tensor, probabilities: Tensor | None, num_classes: int, weights: Weights
+    candidates: Tensor, num_classes: int, probabilities: Tensor | None = None, weights: Weights = Tensor.double
 ) -> tuple[Tensor, Tensor]:
-    """The label with the largest sum of weights (of ties, the smallest) and that sum: ``(*spatial)`` each."""
+    """The label with the largest sum of weights (of ties, the smallest) and that sum: ``(*spatial)`` each.
+
+    Weights are a function of the probabilities, by default these themselves; without any, all votes count alike.
+    """
     _check(candidates, probabilities, num_classes)
     flat = candidates.flatten(1)
-    trust = flat if probabilities is None else probabilities.flatten(1)
+    trust = flat.new_ones(()).expand_as(flat) if probabilities is None else probabilities.flatten(1)
     labels = torch.empty(flat.shape[1], dtype=torch.int64, device=flat.device)
     largest = torch.empty(flat.shape[1], dtype=torch.float64, device=flat.device)
     step = max(1, _CHUNK_VALUES // max(num_classes, len(flat)))
@@ -141,7 +141,7 @@ def _vote(
         here = slice(start, start + step)
         proposed = flat[:, here].long()
         votes = torch.zeros(num_classes, proposed.shape[1], dtype=torch.float64, device=flat.device)
-        votes.scatter_add_(0, proposed, weights(trust[:, here], proposed).double())
+        votes.scatter_add_(0, proposed, weights(trust[:, here]).double())
         largest[here], labels[here] = votes.amax(0), votes.argmax(0)
     return labels.view(candidates.shape[1:]), largest.view(candidates.shape[1:])
 

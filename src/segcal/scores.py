@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.types import Kind
 
 KINDS: tuple[Kind, ...] = ("logits", "probs")
@@ -35,10 +35,7 @@ def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, fi
         >>> canonical_logits(torch.tensor([[0.25, 0.75]]), "probs").exp()
         tensor([[0.2500, 0.7500]])
     """
-    if kind not in KINDS:
-        raise InputError(
-            f"kind is {kind!r}", expected="'logits' or 'probs'", fix="declare which of the two the scores are"
-        )
+    check_name("kind", kind, KINDS, expected="'logits' or 'probs', whichever the scores are")
     if scores.ndim < 2:
         raise InputError(f"scores have shape {tuple(scores.shape)}", expected="(N, C, *spatial)")
     if not scores.is_floating_point():
@@ -85,8 +82,7 @@ class Pool:
     """
 
     def __init__(self, space: Kind) -> None:
-        if space not in KINDS:
-            raise InputError(f"pooling is {space!r}", expected="'logits' or 'probs'")
+        check_name("pooling", space, KINDS)
         self.space, self.count = space, 0
         self._first: Tensor | None = None
         self._total: Tensor | None = None

@@ -95,18 +95,13 @@ class VoxelStatistics:
         names = tuple(name for name in regions if name != EVERYTHING)
         if len(set(names)) < len(names) or len(names) > _MAX_REGIONS:
             raise InputError(f"regions are {names}", expected=f"at most {_MAX_REGIONS} different names")
-        self.num_classes = num_classes
-        self.bins = tuple(bins)
-        self.regions = names
-        self.classwise = classwise
-        self.background = background
-        self.threshold = float(threshold)
-        self.thresholds = tuple(float(value) for value in thresholds)
-        self.backend = backend
-        self.threads = threads
+        self.num_classes, self.bins, self.regions = num_classes, tuple(bins), names
+        self.classwise, self.background = classwise, background
+        self.threshold, self.thresholds = float(threshold), tuple(map(float, thresholds))
+        self.backend, self.threads = backend, threads
         self.class_grid = BinGrid.classwise(self.bins, (self.threshold, *self.thresholds)) if classwise else None
         self.top_grid = BinGrid.top_label(self.bins, self.class_grid)
-        self._layout = Layout((), 0.0)
+        self.layout = Layout((), 0.0)  # order of atoms and origin of energies; see ``align``
         self._tally = self._zeros(0)
 
     def update(
@@ -176,7 +171,7 @@ class VoxelStatistics:
                 "statistics differ in " + ", ".join(f"{name} ({mine[name]} and {theirs[name]})" for name in wrong),
                 expected="statistics made with the same arguments",
             )
-        self._add(other._tally, other._layout)
+        self._add(other._tally, other.layout)
         return self
 
     def __add__(self, other: VoxelStatistics) -> VoxelStatistics:
@@ -202,7 +197,7 @@ class VoxelStatistics:
                     fix=f"collect the statistics with regions=(..., {name!r})",
                 )
             code |= 0 if name == EVERYTHING else 1 << self.regions.index(name)
-        chosen = np.array([atom & code == code for atom in self._layout.atoms], dtype=bool)
+        chosen = np.array([atom & code == code for atom in self.layout.atoms], dtype=bool)
         return Total(self._tally, chosen)
 
     def count(self, region: str | Sequence[str] = EVERYTHING) -> int:
@@ -212,12 +207,7 @@ class VoxelStatistics:
     @property
     def energy_shift(self) -> float:
         """The value that the energies of ``total`` are relative to."""
-        return self._layout.energy_shift
-
-    @property
-    def layout(self) -> Layout:
-        """Order of atoms and origin of energies; see ``align``."""
-        return self._layout
+        return self.layout.energy_shift
 
     def align(self, *layouts: Layout) -> VoxelStatistics:
         """Bring these statistics to the union of the given layouts, in that order, with the first one's origin.
@@ -225,13 +215,13 @@ class VoxelStatistics:
         After every process has aligned to everyone's layouts, an all-reduce (sum) of ``tensors`` merges them.
         """
         atoms = tuple(dict.fromkeys(atom for layout in layouts for atom in layout.atoms))
-        if missing := set(self._layout.atoms) - set(atoms):
+        if missing := set(self.layout.atoms) - set(atoms):
             raise InputError(
                 f"atoms {sorted(missing)} are missing from the layouts",
                 expected="the union of the layouts of all statistics that are added up",
             )
-        mine, layout = self._tally, self._layout
-        self._layout, self._tally = Layout(atoms, layouts[0].energy_shift), self._zeros(len(atoms))
+        mine, layout = self._tally, self.layout
+        self.layout, self._tally = Layout(atoms, layouts[0].energy_shift), self._zeros(len(atoms))
         self._add(mine, layout)
         return self
 
@@ -251,8 +241,8 @@ class VoxelStatistics:
             "format": _FORMAT,
             "version": _VERSION,
             "arguments": {name: list(v) if isinstance(v, tuple) else v for name, v in self._arguments().items()},
-            "atoms": list(self._layout.atoms),
-            "energy_shift": self._layout.energy_shift,
+            "atoms": list(self.layout.atoms),
+            "energy_shift": self.layout.energy_shift,
             "arrays": self._tally.packed(),
         }
 
@@ -265,9 +255,9 @@ class VoxelStatistics:
                 expected=f"{_FORMAT!r}, version {_VERSION}",
             )
         stats = cls(**state["arguments"])
-        stats._layout = Layout(tuple(state["atoms"]), float(state["energy_shift"]))
+        stats.layout = Layout(tuple(state["atoms"]), float(state["energy_shift"]))
         stats._tally = Tally.unpacked(state["arrays"])
-        if [a.shape for a in stats._tally] != [a.shape for a in stats._zeros(len(stats._layout.atoms))]:
+        if [a.shape for a in stats._tally] != [a.shape for a in stats._zeros(len(stats.layout.atoms))]:
             raise InputError("the arrays do not have the shapes of the arguments", expected="a complete to_dict()")
         return stats
 
@@ -283,21 +273,21 @@ class VoxelStatistics:
 
     def _add(self, other: Tally, layout: Layout) -> None:
         """Add a tally whose slots are the atoms of ``layout``."""
-        if not self._layout.atoms:
-            self._layout = Layout((), layout.energy_shift)
-        new = tuple(atom for atom in layout.atoms if atom not in self._layout.atoms)
+        if not self.layout.atoms:
+            self.layout = Layout((), layout.energy_shift)
+        new = tuple(atom for atom in layout.atoms if atom not in self.layout.atoms)
         if new:
-            self._layout = self._layout._replace(atoms=self._layout.atoms + new)
+            self.layout = self.layout._replace(atoms=self.layout.atoms + new)
             grown = zip(self._tally, self._zeros(len(new)), strict=True)
             self._tally = Tally(*(np.concatenate(pair) for pair in grown))
-        moved = layout.energy_shift - self._layout.energy_shift
+        moved = layout.energy_shift - self.layout.energy_shift
         count = other.confusion.sum((1, 2))
         first, second = other.energy.T
         shifted = np.stack((first + count * moved, second + 2 * moved * first + count * moved**2), 1)
         other = other._replace(energy=shifted)
-        if layout.atoms == self._layout.atoms:
+        if layout.atoms == self.layout.atoms:
             self._tally.add(other)
             return
-        where = np.array([self._layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
+        where = np.array([self.layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
         for mine, theirs in zip(self._tally, other, strict=True):
             mine[where] = mine[where] + theirs

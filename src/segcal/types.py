@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 
 FloatArray = NDArray[np.float64]
 Kind = Literal["logits", "probs"]
@@ -322,8 +322,7 @@ def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[s
 
 def check_pooling(space: Kind) -> Kind:
     """Raise unless this is a space to pool in. Returns it."""
-    if space not in ("logits", "probs"):
-        raise InputError(f"space is {space!r}", expected="'logits' or 'probs'")
+    check_name("space", space, get_args(Kind))
     return space
 
 

@@ -142,5 +142,5 @@ def test_wrong_members_and_spaces_are_named():
             cases.members(wrong)
     with pytest.raises(InputError, match=r"members \[3\]"):
         cases[0].member_logits(3)
-    with pytest.raises(InputError, match="space is 'odds'; expected 'logits' or 'probs'"):
+    with pytest.raises(InputError, match="space is 'odds'; expected one of logits, probs"):
         cases.pooled("odds")

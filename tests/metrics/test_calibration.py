@@ -181,7 +181,7 @@ def test_bin_counts_nobody_asked_for_are_refused():
 
 def test_options_are_checked():
     stats = VoxelStatistics(4).update(*example())
-    with pytest.raises(InputError, match="'mean' or 'sum'"):
+    with pytest.raises(InputError, match="reduction is 'max'; expected one of mean, sum"):
         metrics.cece(stats, reduction="max")
 
 

@@ -67,7 +67,7 @@ def test_flips_of_voxels_without_comparison_do_not_count():
 
 def test_options_are_checked(labelled):
     stats = predicting(*labelled)
-    with pytest.raises(InputError, match="'nan' or 'one'"):
+    with pytest.raises(InputError, match="absent is 'zero'; expected one of nan, one"):
         metrics.dsc(stats, absent="zero")
     with pytest.raises(InputError, match="one of all, harmful"):
         metrics.flip(stats, kind="bad")

@@ -258,5 +258,5 @@ def test_bad_arguments_are_named() -> None:
     for absent in ("zero", "one", -1, math.nan, True):
         with pytest.raises(InputError, match=f"absent is {absent!r}.*'diagonal', 'infinite', 'skip'"):
             hd95(distances, absent=absent)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="absent is 'skip'; expected 'nan' or 'one'"):
+    with pytest.raises(InputError, match="absent is 'skip'; expected one of nan, one"):
         surface_dice(distances, absent="skip")  # type: ignore[arg-type]

@@ -15,8 +15,6 @@ from segcal.losses.calibration import *
 from segcal.losses.combine import CombinedLoss as CombinedLoss
 from segcal.losses.consistency import *
 from segcal.losses.entropy import *
-from segcal.losses.lagrangian import Multipliers as Multipliers
-from segcal.losses.margin import *
 from segcal.losses.neighbours import *
 from segcal.losses.regional import *
 from segcal.losses.voxelwise import *

@@ -54,8 +54,7 @@ class Loss(nn.Module):
                 raise TypeError(f"{type(self).__name__} has no option {name!r}, only {', '.join(defaults)}")
         self._options = {**defaults, **self._signature.bind(*values, **options).arguments}
         class_weights = self._options.pop("class_weights")
-        self._has_base = "base" in defaults
-        if self._has_base:
+        if "base" in defaults:
             self.base = self._options.pop("base")
         weights = None if class_weights is None else torch.as_tensor(class_weights)
         if weights is not None and not bool((weights >= 0).all() & weights.isfinite().all()):
@@ -74,10 +73,8 @@ class Loss(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of ``logits (B, C, *S)`` and ``labels (B, *S)``."""
-        options = {**self._options, "class_weights": self.class_weights}
-        if self._has_base:
-            options["base"] = self.base
-        return type(self).function(logits, labels, *self._arguments(), **options)
+        held = {name: getattr(self, name) for name in ("class_weights", "base") if name in self._signature.parameters}
+        return type(self).function(logits, labels, *self._arguments(), **self._options, **held)
 
     def _arguments(self) -> tuple[Tensor, ...]:
         """What the function takes besides logits, labels and options."""

@@ -1,4 +1,4 @@
-"""Losses that keep predictions from becoming too sure: focal, label smoothing, and two entropy penalties."""
+"""Losses that keep predictions from becoming too sure: focal, two kinds of label smoothing, two entropy penalties."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softshrink
 from typing_extensions import Unpack
 
 from segcal.losses.base import Loss
@@ -13,7 +14,7 @@ from segcal.losses.checks import Batch, PenaltyOptions, VoxelOptions, check_numb
 from segcal.losses.combine import penalised
 from segcal.losses.voxelwise import Part, Terms, correct_voxels, minus_labels, softmax, weighted_loss
 
-__all__ = ["ECP", "MEEP", "Focal", "LabelSmoothing", "ecp", "focal", "label_smoothing", "meep"]
+__all__ = ["ECP", "MEEP", "Focal", "LabelSmoothing", "MbLS", "ecp", "focal", "label_smoothing", "mbls", "meep"]
 
 
 def focal(logits: Tensor, labels: Tensor, gamma: float = 3.0, **options: Unpack[VoxelOptions]) -> Tensor:
@@ -72,6 +73,36 @@ def _smoothing_terms(alpha: float, batch: Batch, weights: Tensor | None, out: Te
     if batch.needs_gradient:
         gradient = soft.probabilities.mul_(total).sub_(share).scatter_add_(1, index, -hard)
     return Terms(value.squeeze(1), gradient)
+
+
+def mbls(
+    logits: Tensor, labels: Tensor, weight: float = 0.1, margin: float = 10.0, **options: Unpack[PenaltyOptions]
+) -> Tensor:
+    """``mbls``: ``base + weight * mean over k of max(0, max(z) - z_k - margin)`` (Liu et al. 2022).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``. ``base`` as in ``segcal.losses.combine``. With an infinite margin or
+    ``weight=0`` only the base is left.
+
+    Examples:
+        >>> mbls(torch.tensor([[14.0, 0.0]]), torch.tensor([0]), weight=1.0, base=None)
+        tensor(2.)
+    """
+    check_number("margin", margin)
+    terms = partial(_margin_terms, margin)
+    return penalised(logits, labels, lambda batch: Part(terms, weight / batch.num_classes), **options)
+
+
+def _margin_terms(margin: float, batch: Batch, _: Tensor | None) -> Terms:
+    z = batch.logits
+    gap = z.amax(1, keepdim=True) - z
+    excess = softshrink(gap, min(margin, torch.finfo(z.dtype).max))  # max(0, gap - margin), as gap >= 0
+    value, gradient = excess.sum(1), None
+    if batch.needs_gradient:
+        active = excess.sign_()
+        largest = gap.eq_(0)  # Tied largest logits share the gradient of the maximum.
+        pull = active.sum(1, keepdim=True) / largest.sum(1, keepdim=True)
+        gradient = largest.mul_(pull).sub_(active)
+    return Terms(value, gradient)
 
 
 def ecp(logits: Tensor, labels: Tensor, weight: float = 0.1, **options: Unpack[PenaltyOptions]) -> Tensor:
@@ -143,6 +174,18 @@ class LabelSmoothing(Loss):
 
     id = "ls"
     function = staticmethod(label_smoothing)
+
+
+class MbLS(Loss):
+    """``mbls`` as a module.
+
+    Examples:
+        >>> MbLS(margin=5.0)
+        MbLS(weight=0.1, margin=5.0, ignore_index=255, reduction='mean')
+    """
+
+    id = "mbls"
+    function = staticmethod(mbls)
 
 
 class ECP(Loss):

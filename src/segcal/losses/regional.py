@@ -6,24 +6,17 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from segcal.errors import check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, check_number, class_weight_tensor, prepare
-from segcal.losses.voxelwise import cross_entropy_part, voxel_loss
+from segcal.losses.checks import Batch, Options, Reduction, VoxelOptions, check_number, class_weight_tensor, prepare
+from segcal.losses.combine import penalised
 
 __all__ = ["CrossEntropyDice", "Dice", "cross_entropy_dice", "dice"]
 
 
-def dice(
-    logits: Tensor,
-    labels: Tensor,
-    smooth: float = 1.0,
-    *,
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def dice(logits: Tensor, labels: Tensor, smooth: float = 1.0, **options: Unpack[VoxelOptions]) -> Tensor:
     """``dice``: ``1 - (2 sum p_k y_k + s) / (sum p_k + sum y_k + s)`` per image and class (Milletari et al. 2016).
 
     ``logits (B, C, *S)``, ``labels (B, *S)``; the background is a class like any other. ``reduction="none"`` gives
@@ -35,17 +28,10 @@ def dice(
         >>> dice(z, torch.tensor([[[0, 1]]])), dice(z, torch.tensor([[[1, 0]]]))
         (tensor(0.), tensor(0.6667))
     """
-    return _batch_dice(prepare(logits, labels, ignore_index), smooth, class_weights, reduction)
+    return _batch_dice(prepare(logits, labels, options.get("ignore_index", 255)), smooth, options)
 
 
-def cross_entropy_dice(
-    logits: Tensor,
-    labels: Tensor,
-    smooth: float = 1.0,
-    *,
-    class_weights: ClassWeights | None = None,
-    ignore_index: int = 255,
-) -> Tensor:
+def cross_entropy_dice(logits: Tensor, labels: Tensor, smooth: float = 1.0, **options: Unpack[Options]) -> Tensor:
     """``ce-dice``: the sum of the means of ``ce`` and ``dice``, each with the class weights.
 
     ``logits (B, C, *S)``, ``labels (B, *S)``.
@@ -55,12 +41,12 @@ def cross_entropy_dice(
         >>> torch.isclose(cross_entropy_dice(z, y), torch.nn.functional.cross_entropy(z, y) + dice(z, y))
         tensor(True)
     """
-    batch = prepare(logits, labels, ignore_index)
-    cross_entropy = voxel_loss(batch, [cross_entropy_part(batch, class_weights)], "mean")
-    return cross_entropy + _batch_dice(batch, smooth, class_weights, "mean")
+    own: VoxelOptions = {**options, "reduction": "mean"}
+    return penalised(logits, labels, lambda batch: _batch_dice(batch, smooth, own), **options)
 
 
-def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None, reduction: Reduction) -> Tensor:
+def _batch_dice(batch: Batch, smooth: float, options: VoxelOptions) -> Tensor:
+    reduction = options.get("reduction", "mean")
     check_number("smooth", smooth, lowest=torch.finfo(torch.float32).tiny)
     check_name("reduction", reduction, get_args(Reduction))
     p = batch.logits.unsqueeze(-1).flatten(2).softmax(1)
@@ -74,7 +60,7 @@ def _batch_dice(batch: Batch, smooth: float, class_weights: ClassWeights | None,
     overlap = zeros.scatter_add(1, labels, p.gather(1, labels.unsqueeze(1)).squeeze(1).double())
     size = zeros.scatter_add(1, labels, ones.double())
     loss = 1 - (2 * overlap + smooth) / (p.sum(2, dtype=torch.float64) + size + smooth)
-    weights = class_weight_tensor(class_weights, loss)
+    weights = class_weight_tensor(options.get("class_weights"), loss)
     if weights is not None:
         loss = loss * weights
     if reduction == "mean":

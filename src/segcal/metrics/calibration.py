@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import dct, idct
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.kernels import FINE_BINS
 from segcal.kernels.tally import Total
 from segcal.metrics.measure import Measure
@@ -186,8 +186,7 @@ def cece(
         >>> round(cece(stats), 4)
         0.5
     """
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"reduction is {reduction!r}", expected="'mean' or 'sum'")
+    check_name("reduction", reduction, ("mean", "sum"))
     total = stats.total(region)
     return _classwise_error(stats, total, total.class_confidence - total.class_positive, num_bins, reduction == "mean")
 
@@ -297,10 +296,8 @@ def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> M
     """
     total = stats.total(region)
     count = int(total.confusion.sum())
-    if not count:
-        return Measure(math.nan, 0)
-    first, second = (float(value) for value in total.energy)
-    return Measure(math.sqrt(max(0.0, second / count - (first / count) ** 2)), count)
+    mean, mean_square = (Measure.ratio(float(value), count) for value in total.energy)
+    return Measure(math.sqrt(max(0.0, mean_square - mean**2)) if count else math.nan, count)
 
 
 def _mean_loss(stats: VoxelStatistics, region: Region, column: int) -> Measure:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.kernels import AffineMap, Voxels
 from segcal.kernels.refine import refine
 from segcal.kernels.tally import Counts, Sums
@@ -27,6 +27,8 @@ from segcal.metrics.reliability import class_grid
 from segcal.statistics import EVERYTHING, VoxelStatistics
 
 __all__ = ["SecondPass", "ace_adaptive", "tace"]
+
+_Arrays = tuple[NDArray[Any], ...]
 
 _CELLS, _MOST_CELLS = 4096, 2**20
 
@@ -94,17 +96,12 @@ class SecondPass:
                 row[start:] = groups.cut(num_bins)
         if cut.any():
             self.cells[cut] = max(1, min(_CELLS, _MOST_CELLS // int(cut.sum())))
-        self._clear()
+        # Voxels, their probabilities, and voxels with the class as label, by cell.
+        self.sums: _Arrays = tuple(np.zeros(int(self.cells.sum()), kind) for kind in (np.int64, np.float64, np.int64))
 
-    def _clear(self) -> None:
-        length = int(self.cells.sum())
-        self.count, self.positive = np.zeros(length, np.int64), np.zeros(length, np.int64)
-        self.confidence = np.zeros(length)
-
-    def _add(self, count: Counts, confidence: Sums, positive: Counts) -> SecondPass:
-        self.count += count
-        self.confidence += confidence
-        self.positive += positive
+    def _add(self, sums: _Arrays) -> SecondPass:
+        for mine, more in zip(self.sums, sums, strict=True):
+            mine += more
         return self
 
     def update(
@@ -118,18 +115,18 @@ class SecondPass:
     ) -> SecondPass:
         """Add voxels, the same ones as in the first pass; see ``segcal.statistics.VoxelStatistics.update``."""
         voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask, score_map=score_map)
-        return self._add(*refine(voxels, self.grid, self.cells))
+        return self._add(refine(voxels, self.grid, self.cells))
 
     def merge(self, other: SecondPass) -> SecondPass:
         """Add what ``other``, made from the same first pass, has seen."""
         if not np.array_equal(self.cells, other.cells):
             raise InputError("the second passes split different bins", expected="the same first pass and arguments")
-        return self._add(other.count, other.confidence, other.positive)
+        return self._add(other.sums)
 
     def empty_like(self) -> SecondPass:
         """A second pass over nothing yet, that splits the same bins."""
         other = copy.copy(self)
-        other._clear()
+        other.sums = tuple(map(np.zeros_like, self.sums))
         return other
 
     def groups(self, threshold_bin: int) -> list[Groups]:
@@ -138,8 +135,8 @@ class SecondPass:
         result, stop = [], 0
         for row in self.cells:
             start, stop = stop + int(row[:threshold_bin].sum()), stop + int(row.sum())
-            here = slice(start, stop)
-            result.append(Groups(self.count[here], self.confidence[here], self.positive[here], widths[here]))
+            arrays: _Arrays = (*self.sums, widths)
+            result.append(Groups(*(own[start:stop] for own in arrays)))
         return result
 
 
@@ -187,10 +184,9 @@ def tace(
         (0.25, 2)
     """
     threshold = stats.threshold if threshold is None else threshold
+    check_name("binning", binning, ("mass", "width"))
     if binning == "mass":
         return _mean_over_classes(stats, num_bins, threshold, region, exact)
-    if binning != "width":
-        raise InputError(f"binning is {binning!r}", expected="'mass' or 'width'")
     start = _first_bin(stats, threshold)
     coarse = class_grid(stats).coarse(num_bins)[start:]
     errors = []
@@ -251,7 +247,5 @@ def _first_bin(stats: VoxelStatistics, threshold: float) -> int:
 def _groups(stats: VoxelStatistics, region: Region, start: int) -> list[Groups]:
     total, grid = stats.total(region), class_grid(stats)
     width = (grid.upper - grid.lower)[start:]
-    return [
-        Groups(total.class_count[c, start:], total.class_confidence[c, start:], total.class_positive[c, start:], width)
-        for c in range(stats.num_classes)
-    ]
+    by_class = zip(total.class_count, total.class_confidence, total.class_positive, strict=True)
+    return [Groups(count[start:], total_p[start:], positive[start:], width) for count, total_p, positive in by_class]

@@ -18,13 +18,16 @@ from segcal.metrics.measure import MetricSpec
 
 __all__ = ["check_options", "options_of"]
 
-# Smallest and largest value of each option, and whether these two are allowed; the same for all metrics.
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "num_bins": (1, MAX_BINS, True),
-    "threshold": (0, 1, False),
-    "tolerance": (0, math.inf, True),
-    "absent": (0, math.inf, True),
-    "predicted": (0, math.inf, True),
+_Range = tuple[Callable[[float], bool], str]
+_ANY: _Range = lambda number: True, ""
+_NOT_NEGATIVE: _Range = lambda number: number >= 0, " of 0 or more"
+# The range of each option, as a test and in words; the same for all metrics.
+_RANGES: dict[str, _Range] = {
+    "num_bins": (lambda number: 1 <= number <= MAX_BINS, f" from 1 to {MAX_BINS}"),
+    "threshold": (lambda number: 0 < number < 1, " between 0 and 1"),
+    "tolerance": _NOT_NEGATIVE,
+    "absent": _NOT_NEGATIVE,
+    "predicted": _NOT_NEGATIVE,
 }
 
 
@@ -43,12 +46,8 @@ class Option:
         if self.number is bool:
             found.append("true or false")
         elif self.number is not None:
-            low, high, closed = _RANGES.get(self.name, (-math.inf, math.inf, False))
             kind = "a whole number" if self.number is int else "a number"
-            if math.isinf(high):
-                found.append(f"{kind} of {low:g} or more" if math.isfinite(low) else kind)
-            else:
-                found.append(f"{kind} from {low:g} to {high:g}" if closed else f"{kind} between {low:g} and {high:g}")
+            found.append(kind + _RANGES.get(self.name, _ANY)[1])
         return " or ".join(found)
 
     def value(self, given: object) -> Any:
@@ -64,9 +63,8 @@ class Option:
             whole = isinstance(given, str) or number == given
         except (TypeError, ValueError, OverflowError):
             return None
-        low, high, closed = _RANGES.get(self.name, (-math.inf, math.inf, False))
-        inside = low <= number <= high if closed else low < number < high
-        return number if whole and inside and math.isfinite(number) else None
+        inside, _ = _RANGES.get(self.name, _ANY)
+        return number if whole and math.isfinite(number) and inside(number) else None
 
 
 @cache

@@ -6,12 +6,12 @@ prediction is undefined: NaN, left out of means (``absent="one"`` counts it as 1
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segcal.errors import InputError, check_name
+from segcal.errors import check_name
 from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -122,8 +122,7 @@ def _mean(stats: VoxelStatistics, values: NDArray[np.float64], background: bool)
 
 
 def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64], absent: Absent) -> NDArray[np.float64]:
-    if absent not in ("nan", "one"):
-        raise InputError(f"absent is {absent!r}", expected="'nan' or 'one'")
+    check_name("absent", absent, get_args(Absent))
     values = np.full(len(whole), np.nan if absent == "nan" else 1.0)
     np.divide(part, whole, out=values, where=whole > 0)
     return values

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_name
 from segcal.metrics.measure import Measure
 from segcal.regions.boundary import checked_spacing, label_boundary, valid_voxels
 
@@ -69,7 +69,9 @@ class SurfaceDistances:
         """``(N, C)`` int64: surface voxels in both segmentations together."""
         return self._each(lambda p, q: p.size + q.size).long()
 
-    def _reduce(self, metric: Callable[[Distances, Distances], float], *, missed: float, absent: float) -> Tensor:
+    def _reduce(
+        self, metric: Callable[[Distances, Distances], float], *, missed: float, absent: float = math.nan
+    ) -> Tensor:
         """``(N, C)`` float64 of a function of P and L, NaN where one of them is empty."""
         values = self._each(lambda p, q: metric(p, q) if p.size and q.size else math.nan)
         return values.masked_fill_(self.missed, missed).masked_fill_(self.absent, absent)
@@ -150,9 +152,7 @@ def hd95(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
         tensor([[0.9000, 0.9500,    nan]], dtype=torch.float64)
     """
     missed = _miss(absent, distances.diagonal)
-    return distances._reduce(
-        lambda p, q: float(max(np.quantile(p, 0.95), np.quantile(q, 0.95))), missed=missed, absent=math.nan
-    )
+    return distances._reduce(lambda p, q: float(max(np.quantile(p, 0.95), np.quantile(q, 0.95))), missed=missed)
 
 
 def asd(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
@@ -169,7 +169,7 @@ def asd(distances: SurfaceDistances, *, absent: Miss = "diagonal") -> Tensor:
         tensor([[0.3333, 0.5000,    nan]], dtype=torch.float64)
     """
     missed = _miss(absent, distances.diagonal)
-    return distances._reduce(lambda p, q: (p.sum() + q.sum()) / (p.size + q.size), missed=missed, absent=math.nan)
+    return distances._reduce(lambda p, q: (p.sum() + q.sum()) / (p.size + q.size), missed=missed)
 
 
 def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent: Absent = "nan") -> Tensor:
@@ -188,8 +188,7 @@ def surface_dice(distances: SurfaceDistances, *, tolerance: float = 1.0, absent:
         >>> surface_dice(surface_distances(labels.roll(1, 1), labels, 3), tolerance=0.0)
         tensor([[0.6667, 0.5000,    nan]], dtype=torch.float64)
     """
-    if absent not in ("nan", "one"):
-        raise InputError(f"absent is {absent!r}", expected="'nan' or 'one'")
+    check_name("absent", absent, get_args(Absent))
     if not tolerance >= 0:
         raise InputError(f"tolerance is {tolerance}", expected="a length of 0 or more")
     # Compared in float32, so that 3 voxels of 0.1 mm are within 0.3 mm although their float64 product is just above.
