@@ -16,8 +16,7 @@ from torch import Tensor
 
 from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
-from segcal.kernels.atoms import add_distances, atoms_of
-from segcal.kernels.checks import check_tensors, region_masks
+from segcal.kernels.atoms import add_distances, atoms_of, check_tensors, region_masks
 from segcal.kernels.tally import Total
 
 EVERYTHING = "everything"

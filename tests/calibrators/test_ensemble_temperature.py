@@ -86,7 +86,7 @@ def test_any_mixture_keeps_argmax_and_order_bit_for_bit(weights, dtype, size, be
 
 
 def test_an_order_broken_by_rounding_is_restored():
-    kernel = pytest.importorskip("segcal.kernels.order_cpu").keep_order
+    kernel = pytest.importorskip("segcal.kernels.apply_cpu").keep_order
     random = torch.Generator().manual_seed(0)
     for shape in ((3, 5, 40, 30), (7, 19), (1, 6, 11)):
         z = torch.randn(shape, generator=random).round(decimals=1)

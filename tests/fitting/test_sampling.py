@@ -235,7 +235,7 @@ def test_the_compiled_choice_is_the_plain_one(monkeypatch):
     results = []
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setitem(sys.modules, "segcal.kernels.choose_loops", None)
+            monkeypatch.setitem(sys.modules, "segcal.kernels.fitting_loops", None)
         sizes = np.arange(30)
         for first in (np.uint64(0), np.uint64(2**64 - 2500)):  # the hash wraps around
             kept, keys = sampling._choose(strata, first, highest, sizes)

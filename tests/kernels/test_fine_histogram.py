@@ -69,8 +69,8 @@ def test_threads_that_divide_the_classes_fill_the_same_bins(monkeypatch):
 def test_large_inputs_take_the_loops_and_strides_do_not_matter():
     z, y, mask = example((2, 4, 200, 300))
     whole, turned = FineHistogram(4), FineHistogram(4)
-    whole.add(z, y, ignore_index=255, mask=mask)
-    turned.add(z.transpose(2, 3), y.transpose(1, 2), ignore_index=255, mask=mask.transpose(1, 2))
+    whole.add(Voxels(z, y, ignore_index=255, mask=mask))
+    turned.add(Voxels(z.transpose(2, 3), y.transpose(1, 2), ignore_index=255, mask=mask.transpose(1, 2)))
     assert_equal(both(z, y, mask)[0], whole)
     assert_equal(whole, turned)
 

@@ -1,6 +1,7 @@
 """The fast kernel against the definition, and both against awkward input."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,7 +228,8 @@ def test_nothing_to_count(backend):
 
 def test_numba_is_chosen_by_size_and_dtype(monkeypatch):
     called = []
-    monkeypatch.setattr("segcal.kernels.dispatch._numba_kernel", lambda: lambda voxels, threads: called.append(voxels))
+    kernel = SimpleNamespace(tally=lambda voxels, threads: called.append(voxels))
+    monkeypatch.setattr("segcal.kernels.dispatch._compiled", {"cpu": kernel}.get)
     logits, labels = example(4, (1, 300, 300))
     tally(Voxels(logits, labels, TOP, None))
     assert len(called) == 1

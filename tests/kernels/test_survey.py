@@ -90,9 +90,9 @@ def test_unfit_voxels_are_named_unless_they_do_not_count(kernel, score, label, p
 
 def test_large_inputs_take_the_loop_and_strides_do_not_matter():
     z, y, mask = example((2, 4, 200, 300))
-    whole = survey(z, y, EDGES, ignore_index=0, mask=mask)
-    turned = survey(z.transpose(2, 3), y.transpose(1, 2), EDGES, ignore_index=0, mask=mask.transpose(1, 2))
+    whole = survey(Voxels(z, y, ignore_index=0, mask=mask), EDGES)
+    turned = survey(Voxels(z.transpose(2, 3), y.transpose(1, 2), ignore_index=0, mask=mask.transpose(1, 2)), EDGES)
     assert np.array_equal(whole.strata.reshape(2, 200, 300), turned.strata.reshape(2, 300, 200).transpose(0, 2, 1))
     assert whole.nll == pytest.approx(turned.nll, rel=1e-12)
-    small = np.concatenate([survey(z[n : n + 1, :, :100], y[n : n + 1, :100], EDGES).strata for n in range(2)])
-    assert (small != survey(z, y, EDGES).strata.reshape(2, 200, 300)[:, :100].ravel()).mean() < 1e-4
+    small = np.concatenate([survey(Voxels(z[n : n + 1, :, :100], y[n : n + 1, :100]), EDGES).strata for n in range(2)])
+    assert (small != survey(Voxels(z, y), EDGES).strata.reshape(2, 200, 300)[:, :100].ravel()).mean() < 1e-4

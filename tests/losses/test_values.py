@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from reference import losses as reference
 from segcal import losses
 from segcal.kernels import fast_penalties
-from segcal.losses.consistency import boundary_weights
+from segcal.losses.neighbours import boundary_weights
 
 WEIGHTS = [0.5, 2.0, 1.25, 0.0]
 TABLES = torch.tensor([[0.3, 1.0, 0.2, 0.6], [2.0, 0.1, 1.5, 0.7]], dtype=torch.float64)

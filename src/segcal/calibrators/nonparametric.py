@@ -16,6 +16,7 @@ from segcal.fitting.cost import FitCost
 from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.limits import SHARE, Limits
 from segcal.fitting.measured import compared, mean_loss
+from segcal.kernels import Voxels
 from segcal.kernels.fine_histogram import FineHistogram, logit_centres, logit_edges
 from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
@@ -36,7 +37,7 @@ def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
     histogram = FineHistogram(cases.num_classes, classwise=classwise)
 
     def add(case: Case, chunk: Chunk) -> None:
-        histogram.add(chunk.logits, chunk.labels, ignore_index=case.ignore_index, mask=chunk.mask)
+        histogram.add(Voxels.of(chunk))
 
     for _ in over_chunks(cases, add):
         pass

@@ -18,7 +18,7 @@ from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
-from segcal.kernels import AffineMap, fast_maps
+from segcal.kernels import AffineMap, Voxels, fast_maps
 from segcal.kernels.temperature import TemperatureSums, temperature_sums
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
@@ -108,7 +108,7 @@ class TemperatureScaling(HasTemperature, Calibrator):
         if len(labels):
 
             def on_sample(beta: float) -> tuple[float, float, float]:
-                return temperature_sums(logits, labels, beta).by_beta(beta)
+                return temperature_sums(Voxels(logits, labels), beta).by_beta(beta)
 
             start = newton_1d(on_sample, 1.0, (LOWEST, HIGHEST), tolerance=TOLERANCE).value
         return self.refine(data.cases, start, identity.nll / identity.count, identity.count)
@@ -144,11 +144,7 @@ class TemperatureScaling(HasTemperature, Calibrator):
 
 def _pass(cases: CaseSet, beta: float) -> TemperatureSums:
     """The sums of all voxels."""
-    return sum(over_chunks(cases, lambda _, chunk: _chunk_sums(chunk, beta)), TemperatureSums())
-
-
-def _chunk_sums(chunk: Chunk, beta: float) -> TemperatureSums:
-    return temperature_sums(chunk.logits, chunk.labels, beta, ignore_index=chunk.ignore_index, mask=chunk.mask)
+    return sum(over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), beta)), TemperatureSums())
 
 
 def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:
@@ -163,7 +159,7 @@ def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Ten
         drawn = drawn[chunk.valid.flatten()[drawn]]
         logits.append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
         labels.append(chunk.labels.flatten()[drawn].cpu().long())
-        return _chunk_sums(chunk, 1.0)
+        return temperature_sums(Voxels.of(chunk), 1.0)
 
     total = sum(over_chunks(cases, look), TemperatureSums())
     check_voxels(total.count)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels.experts import ExpertMap, Features, describe
-from segcal.kernels.pool import in_threads
+from segcal.kernels.pieces_cpu import in_threads
 from segcal.types import FloatArray
 
 Pieces = Sequence[tuple[int, slice]]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.fitting.data import check_voxels
+from segcal.kernels import Voxels
 from segcal.kernels.survey import Survey, survey
 from segcal.types import FloatArray
 
@@ -129,7 +130,7 @@ class VoxelSampler:
         self, logits: Tensor, labels: Tensor, mask: Tensor | None = None, ignore_index: int | None = None
     ) -> Survey:
         """Draw from ``logits (N, C, *spatial)`` and ``labels``; raises where a valid voxel has invalid scores."""
-        seen = survey(logits, labels, CONFIDENCES, ignore_index=ignore_index, mask=mask)
+        seen = survey(Voxels(logits, labels, ignore_index=ignore_index, mask=mask), CONFIDENCES)
         strata = seen.strata
         logits, flat_labels = logits.detach(), labels.reshape(-1)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
@@ -178,7 +179,7 @@ def _rows(values: Tensor, *places: Ints) -> Tensor:
 def _choose(strata: Ints, first: np.uint64, highest: Keys, sizes: Ints) -> tuple[Ints, Keys]:
     """Indices and keys of the voxels with low enough keys; all voxels with a stratum are added to ``sizes``."""
     try:
-        from segcal.kernels.choose_loops import choose
+        from segcal.kernels.fitting_loops import choose
     except ImportError:  # no numba
         keys = _hash(first + np.arange(len(strata), dtype=np.uint64))
         valid = strata >= 0

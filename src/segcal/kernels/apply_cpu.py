@@ -24,14 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.kernels import binned_loops, expert_loops, vector_loops
-from segcal.kernels.apply_loops import Block, temperature_range
-from segcal.kernels.expert_cpu import pack
+from segcal.kernels import bin_loops, expert_loops, vector_loops
+from segcal.kernels.expert_cpu import pack, sorting_pairs
 from segcal.kernels.experts import ExpertMap
-from segcal.kernels.order_cpu import keep_order as keep_order
-from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, matrix, workers
-from segcal.kernels.pool import in_threads
+from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, in_threads, matrix, workers
 from segcal.kernels.scratch import new_block
+from segcal.kernels.softmax_loops import Block, temperature_range
 from segcal.kernels.vector_loops import Vector
 from segcal.kernels.voxels import PIECE_VOXELS
 
@@ -85,7 +83,7 @@ def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor, threads: int | N
         tensor([[0.8808, 0.1192]])
     """
     curve = tuple(np.ascontiguousarray(array.float().cpu().numpy()) for array in (centres, knots))
-    return _map(logits, binned_loops.isotonic_range, curve, threads)
+    return _map(logits, bin_loops.isotonic_range, curve, threads)
 
 
 def apply_bins(logits: Tensor, edges: Tensor, values: Tensor, threads: int | None = None) -> Tensor:
@@ -103,7 +101,32 @@ def apply_bins(logits: Tensor, edges: Tensor, values: Tensor, threads: int | Non
     limits = np.full((classes, 2**steps - 1), np.inf, np.float32)
     limits[:, : bins - 1] = edges.float().cpu().numpy()
     scores = np.ascontiguousarray(values.float().cpu().numpy())
-    return _map(logits, binned_loops.histogram_range, (steps, limits, scores), threads)
+    return _map(logits, bin_loops.histogram_range, (steps, limits, scores), threads)
+
+
+def keep_order(scores: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 scores whose falling order is that of the logits, both ``(N, C, *spatial)``, and the argmax of these.
+
+    A score above that of a class with a larger logit is lowered to it; the others stay as they are.
+
+    Examples:
+        >>> keep_order(torch.tensor([[-1.0, -3.0, -2.9]]), torch.tensor([[5.0, 2.0, 1.0]]))
+        (tensor([[-1., -3., -3.]]), tensor([0]))
+    """
+    classes = logits.shape[1]
+    x, s = (tensor.movedim(1, 0).reshape(classes, -1).float().contiguous() for tensor in (logits, scores))
+    pairs, winner = sorting_pairs(classes), torch.zeros(x.shape[1], dtype=torch.int64)
+    threads = torch.get_num_threads()
+    share = -(-x.shape[1] // (threads * expert_loops.SORTED)) * expert_loops.SORTED
+
+    def work(turn: int) -> None:
+        keys, last = np.zeros((classes, expert_loops.SORTED), np.int64), np.zeros(expert_loops.SORTED, np.float32)
+        stop = min((turn + 1) * share, x.shape[1])
+        expert_loops.lower_range(x.numpy(), turn * share, stop, pairs, keys, last, s.numpy(), winner.numpy())
+
+    in_threads(work, threads)
+    batch, _, *spatial = logits.shape
+    return s.view(classes, batch, *spatial).movedim(0, 1), winner.view(batch, *spatial)
 
 
 def _map(
@@ -125,8 +148,8 @@ def _map(
         size, rounding = block_size(classes, _SCORES), FLOATS.index(out.dtype)
         scratch = new_block(Block, classes, size) if new_scratch is None else new_scratch(size)
         for piece in itertools.islice(voxels.pieces(piece_size), turn, None, count):
-            x, columns = matrix(voxels, piece)
-            size, source = columns.stop - columns.start, (x, columns.start, columns.stop, parameters, rounding, scratch)
+            x, start, stop = matrix(voxels, piece)
+            size, source = stop - start, (x, start, stop, parameters, rounding, scratch)
             if isinstance(piece.images, int):
                 rows, first = out[piece.images].view(classes, -1), piece.offset - piece.images * per_image
                 if out.dtype == torch.float32:

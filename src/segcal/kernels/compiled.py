@@ -15,10 +15,11 @@ import numpy as np
 
 from segcal import scores
 
-# All files that compiled code depends on. Numba only checks a function's own file, and would reuse cached code after
-# loops or constants of another file have changed.
+# All that compiled code depends on. Numba only checks a function's own file, and would reuse cached code after loops or
+# constants of another file have changed.
 _SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(scores.__file__))
-_STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES if path.exists())).hexdigest()
+_CONTENTS = (numba.__version__.encode(), *(path.read_bytes() for path in _SOURCES if path.exists()))
+_STAMP = hashlib.sha256(b"".join(_CONTENTS)).hexdigest()
 
 
 def _compiled(*fastmath: str) -> Any:
@@ -32,7 +33,8 @@ def _compiled(*fastmath: str) -> Any:
             return numba.njit(**options)(function)
         cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)  # None with NUMBA_DISABLE_JIT
         if cache_file is not None:
-            cache_file._source_stamp = _STAMP
+            # Numba reads no further in an index of another version, which may name types that no longer exist.
+            cache_file._source_stamp = cache_file._version = _STAMP
         return compiled
 
     return decorate

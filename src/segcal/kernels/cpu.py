@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segcal.kernels.cpu_loops import Given, Rules, new_tally_block, tally_range
-from segcal.kernels.pieces_cpu import flat, ignored_label, sweep, workers
+from segcal.kernels.cpu_loops import Rules, new_tally_block, tally_range
+from segcal.kernels.pieces_cpu import sweep
 from segcal.kernels.tally import Tally
-from segcal.kernels.voxels import Piece, Voxels
+from segcal.kernels.voxels import ONE_BIN, Voxels
 
 
 def _complete(out: Tally) -> None:
@@ -47,21 +47,12 @@ def tally(voxels: Voxels, threads: int) -> Tally:
         voxels = dataclasses.replace(voxels, logits=mapped, score_map=None, uncalibrated=voxels.logits.argmax(1))
     classes, rules = voxels.logits.shape[1], _rules(voxels)
 
-    def new_state(turn: int) -> tuple[Any, Tally]:
-        return new_tally_block(classes), Tally.zeros(voxels.num_slots, classes, voxels.top_grid, voxels.class_grid)
+    def new_state(turn: int) -> tuple[Rules, Any, Tally]:
+        result = Tally.zeros(voxels.num_slots, classes, voxels.top_grid, voxels.class_grid)
+        return rules, new_tally_block(classes), result
 
-    def add(state: tuple[Any, Tally], piece: Piece, x: NDArray[Any], columns: slice) -> int:
-        given = Given(
-            flat(voxels, voxels.labels, piece, np.int64),
-            flat(voxels, voxels.mask, piece, np.bool_),
-            flat(voxels, voxels.slots, piece, np.uint8),
-            flat(voxels, voxels.uncalibrated, piece, np.int64),
-        )
-        bad: int = tally_range(x, columns.start, columns.stop, given, rules, *state)
-        return bad
-
-    (_, total), *others = sweep(voxels, workers(voxels, threads), new_state, add)
-    for _, part in others:
+    total, *others = (result for *_, result in sweep(voxels, tally_range, new_state, threads))
+    for part in others:
         total.add(part)
     _complete(total)
     return total
@@ -69,7 +60,7 @@ def tally(voxels: Voxels, threads: int) -> Tally:
 
 def _rules(voxels: Voxels) -> Rules:
     score_map, classes = voxels.score_map, voxels.logits.shape[1]
-    top, by_class = voxels.top_grid, voxels.class_grid
+    top, by_class = voxels.top_grid, voxels.class_grid or ONE_BIN
     weight, bias, beta = torch.zeros(0, 0), torch.zeros(0), 1.0
     if score_map is not None and score_map.is_scale:
         beta = float(score_map.weight)  # multiplies z - max(z), which rounds less than beta z would
@@ -79,7 +70,6 @@ def _rules(voxels: Voxels) -> Rules:
         weight = weight if weight.ndim == 2 else weight.expand(classes)[:, None]
         bias = torch.zeros(classes) if score_map.bias is None else score_map.bias.detach().float().cpu()
     return Rules(
-        ignored=ignored_label(voxels),
         compare=voxels.compares,
         beta=np.float32(beta),
         weight=weight.contiguous().numpy(),
@@ -87,9 +77,9 @@ def _rules(voxels: Voxels) -> Rules:
         shift=voxels.energy_shift,
         upper=top.upper,
         first=_narrow(top.first),
-        within=np.zeros(1, np.uint16) if by_class is None else _narrow(top.within(by_class)),
-        class_upper=np.ones(1) if by_class is None else by_class.upper,
-        class_first=np.zeros(1, np.uint16) if by_class is None else _narrow(by_class.first),
+        within=_narrow(top.within(by_class)),
+        class_upper=by_class.upper,
+        class_first=_narrow(by_class.first),
     )
 
 

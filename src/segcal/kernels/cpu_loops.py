@@ -20,19 +20,9 @@ _WIDTH = BLOCK + 80  # arrays that all start at the same place in a page would c
 _Index = np.uint64  # unsigned indices spare numba the test for negative ones
 
 
-class Given(NamedTuple):
-    """What is given of each voxel of a piece: ``labels``, and the others unless they are empty."""
-
-    labels: Any
-    mask: Any
-    slots: Any
-    uncalibrated: Any
-
-
 class Rules(NamedTuple):
     """What to do with every voxel."""
 
-    ignored: Any  # the label of voxels that do not count
     compare: Any  # whether to count flips
     beta: Any  # scores are beta z,
     weight: Any  # or weight z + bias, unless these are empty; a weight (C, 1) is a diagonal
@@ -201,12 +191,12 @@ def _add_by_slot(b, size, classwise, out):
 
 
 @elementwise
-def _targets(b, size, offset, num_classes, voxels, ignored):
+def _targets(b, size, offset, num_classes, given):
     """Fill ``b.target`` and ``b.slot`` for the voxels from ``offset`` on."""
-    labels, mask, slots = voxels.labels[offset : offset + size], voxels.mask, voxels.slots
+    labels, mask, slots = given.labels[offset : offset + size], given.mask, given.slots
     for v in range(size):
         label = np.int32(labels[v]) if 0 <= labels[v] < num_classes else np.int32(num_classes)
-        b.target[v] = label if labels[v] != ignored else np.int32(-1)
+        b.target[v] = label if labels[v] != given.ignored else np.int32(-1)
     if mask.size > 0:
         for v in range(size):
             b.target[v] = b.target[v] if mask[offset + v] else np.int32(-1)
@@ -216,17 +206,17 @@ def _targets(b, size, offset, num_classes, voxels, ignored):
 
 
 @elementwise
-def tally_range(x, start, stop, voxels, rules, b, out):
+def tally_range(x, start, stop, given, rules, b, out):
     """Add columns ``start..stop`` of ``x (C, V)`` to ``out``. Returns the first bad one, counted from ``start``, or -1.
 
-    ``voxels`` is a ``Given`` that begins at ``start``.
+    ``given`` is a ``pieces_cpu.Given`` that begins at ``start``.
     """
     beta, use_matrix = rules.beta, rules.weight.size > 0
     num_classes = x.shape[0]
     classwise = out.class_count.shape[2] > 0
     for offset in range(0, stop - start, BLOCK):
         size = min(BLOCK, stop - start - offset)
-        _targets(b, size, offset, num_classes, voxels, rules.ignored)
+        _targets(b, size, offset, num_classes, given)
         scores, first = x, start + offset
         if use_matrix:
             argmax(x, first, size, b.best, b.before)
@@ -236,9 +226,9 @@ def tally_range(x, start, stop, voxels, rules, b, out):
         if rules.compare and not use_matrix:
             for v in range(size):
                 b.before[v] = b.winner[v]
-        if voxels.uncalibrated.size > 0:
+        if given.uncalibrated.size > 0:
             for v in range(size):
-                b.before[v] = voxels.uncalibrated[offset + v]
+                b.before[v] = given.uncalibrated[offset + v]
         for v in range(size):
             y = b.target[v] if 0 <= b.target[v] < num_classes else 0
             b.label_gap[v] = (scores[_Index(y), first + v] - b.best[v]) * beta

@@ -78,23 +78,19 @@ def _compiled(name: str) -> ModuleType | None:
 
 def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
     check_name("backend", backend, BACKENDS)
-    logits, kernel = voxels.logits, None
+    logits = voxels.logits
     if backend == "numba" and not _suits_numba(logits):
         raise InputError(
             f"logits are {logits.dtype} on {logits.device}",
             expected="float32 or less on the CPU for backend 'numba'",
             fix="leave the backend to 'auto'",
         )
-    if backend == "numba" or (backend == "auto" and _suits_numba(logits) and logits.numel() >= _LARGE):
-        kernel = _numba_kernel()
-    if backend == "numba" and kernel is None:
+    fast = backend == "numba" or (backend == "auto" and _suits_numba(logits) and logits.numel() >= _LARGE)
+    module = _compiled("cpu") if fast else reference
+    if module is None and backend == "numba":
         raise SegcalError("backend 'numba' needs numba, which is not installed", fix="pip install numba")
-    return kernel or reference.tally
-
-
-def _numba_kernel() -> Kernel | None:
-    module = _compiled("cpu")
-    return None if module is None else module.tally
+    kernel: Kernel = (module or reference).tally
+    return kernel
 
 
 def _rough_energy(voxels: Voxels) -> float:

@@ -21,21 +21,14 @@ from torch import Tensor
 
 from segcal.kernels import expert_loops as loops
 from segcal.kernels import gradient_loops, vector_loops
-from segcal.kernels.apply_loops import Block
 from segcal.kernels.experts import ExpertMap, Features
-from segcal.kernels.pieces_cpu import as_voxels, block_size, flat, matrix, workers
-from segcal.kernels.pool import in_threads
+from segcal.kernels.pieces_cpu import as_voxels, block_size, flat, in_threads, matrix, workers
 from segcal.kernels.scratch import new_block
+from segcal.kernels.softmax_loops import Block
 from segcal.kernels.vector_loops import Vector
 
 FloatArray = NDArray[np.float64]
 
-_CODES: dict[Features, int] = {
-    "margins": loops.MARGINS,
-    "logits": loops.LOGITS,
-    "log-probs": loops.LOG_PROBS,
-    "gaps": loops.GAPS,
-}
 # Pieces are summed up in this many parts (fewer if these would take more numbers, 64 MB), which are added up in order:
 # the result does not depend on the number of threads.
 _PARTS, _NUMBERS = 8, 2**23
@@ -54,7 +47,7 @@ def pack(expert_map: ExpertMap, classes: int) -> loops.Experts:
     packed = np.zeros((experts, loops.padded(outputs), inputs), np.float32)
     packed[:, :outputs] = columns
     pairs = sorting_pairs(classes if expert_map.features == "gaps" else 0)
-    return loops.Experts(_CODES[expert_map.features], packed, pairs)
+    return loops.Experts(loops.FEATURES.index(expert_map.features), packed, pairs)
 
 
 def sorting_pairs(length: int) -> NDArray[np.int64]:
@@ -111,12 +104,9 @@ def expert_gradient(
         for part in range(turn, parts, threads):
             nll, total = np.zeros(shape[0]), np.zeros(shape)
             for piece in itertools.islice(voxels.pieces(), part, None, parts):
-                x, columns = matrix(voxels, piece)
                 counted = flat(voxels, valid, piece, np.bool_)
-                loop(
-                    x, columns.start, columns.stop, flat(voxels, labels, piece, np.int64),
-                    counted[:0] if counted.all() else counted, experts, scratch, nll, total,
-                )  # fmt: skip
+                given = flat(voxels, labels, piece, np.int64), counted[:0] if counted.all() else counted
+                loop(*matrix(voxels, piece), *given, experts, scratch, nll, total)
             sums.append((nll, total))
         return sums
 

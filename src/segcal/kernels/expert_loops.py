@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from segcal.kernels.apply_loops import Block, write_log_softmax
 from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, exp, inlined, log1p
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.kernels.scratch import INDEX, new_block, zeros
-from segcal.kernels.softmax_loops import argmax
+from segcal.kernels.softmax_loops import Block, argmax, write_log_softmax
 from segcal.kernels.tiles import ROWS, TILE, exchange_rows, fetch, fetch_to_write, multiply_tall_tile, multiply_tile
 from segcal.scores import OFFSET_LIMIT
 
-MARGINS, LOGITS, LOG_PROBS, GAPS = 0, 1, 2, 3
+FEATURES = ("margins", "logits", "log-probs", "gaps")
+MARGINS, LOGITS, LOG_PROBS, GAPS = 0, 1, 2, 3  # their places in ``FEATURES``
 
 _MIXED = 3  # with this many times the least number of tiles, ordering the voxels by expert is faster
-_SORTED = 128  # voxels sorted at a time: 19 rows of int64 take 19 kB
+SORTED = 128  # voxels sorted at a time: 19 rows of int64 take 19 kB
 _IMPOSSIBLE, _OFFSET_LIMIT = np.float32(IMPOSSIBLE), np.float32(OFFSET_LIMIT)
 _MAGNITUDE, _LOW = np.int32(0x7FFFFFFF), np.int64(0xFFFFFFFF)
 
@@ -39,9 +39,9 @@ class Experts(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch memory for one block besides ``apply_loops.Block``. Matrices have a tile to spare."""
+    """Scratch memory for one block besides ``softmax_loops.Block``. Matrices have a tile to spare."""
 
-    keys: Any  # (C, _SORTED) int64
+    keys: Any  # (C, SORTED) int64
     order: Any  # (C, B), the classes in falling order
     x: Any  # (J, B), features, and ones in the last row
     u: Any  # (K, B), what the experts return
@@ -63,7 +63,7 @@ def new_scratch(classes: int, experts: Experts, size: int) -> tuple[Block, Scrat
     x[inputs - 1] = own_x[inputs - 1] = 1
     scratch = new_block(
         Scratch, classes, size, x=x, own_x=own_x, u=zeros(outputs, wide), own_u=zeros(outputs, wide),
-        keys=zeros(ranks, _SORTED, dtype=torch.int64), order=zeros(ranks, wide, dtype=torch.int32),
+        keys=zeros(ranks, SORTED, dtype=torch.int64), order=zeros(ranks, wide, dtype=torch.int32),
         run=np.zeros(size + 1, np.int64), first=np.zeros(count + 1, np.int64),
     )  # fmt: skip
     return new_block(Block, classes, size), scratch
@@ -106,12 +106,26 @@ def _common(features, best, size, margins, rest, target):
         target[v] = np.float32(-log1p(np.float64(rest[v])))
 
 
+@inlined
+def _key(score, last):
+    """The score's bits, changed so that integers have the same order, and below them ``last``: of ties, the larger."""
+    bits = np.float32(score + ZERO).view(np.int32)  # + 0 makes 0 of -0
+    bits = bits ^ ((bits >> 31) & _MAGNITUDE)
+    return (np.int64(bits) << 32) | last
+
+
+@elementwise
+def _sort(keys, pairs):
+    """Sort the rows of every column, the largest first."""
+    for n in range(pairs.shape[0]):
+        exchange_rows(keys, pairs[n, 0], pairs[n, 1])
+
+
 @elementwise
 def _gaps(z, start, size, best, pairs, keys, higher, order, x):
     """Rows of differences between neighbours in falling order, and their classes; ties go to the lower class first.
 
-    A key holds the score's bits, changed so that integers have the same order, and below them the class. ``higher
-    (B,)`` is scratch memory. Returns whether there is an impossible class, which comes last.
+    ``higher (B,)`` is scratch memory. Returns whether there is an impossible class, which comes last.
     """
     classes, found = z.shape[0], False
     for begin in range(0, size, keys.shape[1]):
@@ -122,12 +136,8 @@ def _gaps(z, start, size, best, pairs, keys, higher, order, x):
             for v in range(part):
                 never = top[v] - row[v] > DEEP
                 found |= never
-                value = MINUS_INF if never else row[v]
-                bits = np.float32(value + ZERO).view(np.int32)  # + 0 makes 0 of -0
-                bits = bits ^ ((bits >> 31) & _MAGNITUDE)
-                key[v] = (np.int64(bits) << 32) | last
-        for n in range(pairs.shape[0]):
-            exchange_rows(keys, pairs[n, 0], pairs[n, 1])
+                key[v] = _key(MINUS_INF if never else row[v], last)
+        _sort(keys, pairs)
         for v in range(part):
             higher[v] = top[v]
         for k in range(classes):
@@ -298,3 +308,26 @@ def apply_range(x, start, stop, parameters, rounding, scratch, out, to):
                 scores[first, v] = b.own[v]
             argmax(scores, 0, size, b.best, b.winner)
         write_log_softmax(b, scores, 0, size, ONE, keep, s.winner, rounding, out, to + begin - start)
+
+
+@elementwise
+def lower_range(x, start, stop, pairs, keys, last, scores, winner):
+    """Lower the scores of columns ``start..stop`` that are above that of a class with a larger logit in ``x``."""
+    classes = x.shape[0]
+    for begin in range(start, stop, keys.shape[1]):
+        size = min(keys.shape[1], stop - begin)
+        for k in range(classes):
+            row, key, index = x[k, begin : begin + size], keys[k], np.int64(classes - 1 - k)
+            for v in range(size):
+                key[v] = _key(row[v], index)
+        _sort(keys, pairs)
+        for v in range(size):
+            last[v] = np.float32(np.inf)
+            winner[begin + v] = classes - 1 - (keys[0, v] & _LOW)
+        for k in range(classes):
+            key = keys[k]
+            for v in range(size):
+                own = classes - 1 - (key[v] & _LOW)
+                value = scores[own, begin + v]
+                last[v] = last[v] if value > last[v] else value
+                scores[own, begin + v] = last[v]

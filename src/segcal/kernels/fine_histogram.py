@@ -14,8 +14,8 @@ from torch import Tensor
 
 from segcal.kernels.dispatch import fast_maps
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
-from segcal.kernels.pieces_cpu import block_size, labelled, sweep, workers
-from segcal.kernels.voxels import Piece, Voxels
+from segcal.kernels.pieces_cpu import block_size, sweep, workers
+from segcal.kernels.voxels import Voxels
 from segcal.scores import log_probabilities
 
 FloatArray = NDArray[np.float64]
@@ -36,7 +36,7 @@ class FineHistogram:
 
     Examples:
         >>> histogram = FineHistogram(3)
-        >>> histogram.add(torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64))
+        >>> histogram.add(Voxels(torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)))
         >>> histogram.counts.sum(1), histogram.positive.sum(1), histogram.probability.sum(1).round(3)
         (array([5, 5, 5]), array([5, 0, 0]), array([1.667, 1.667, 1.667]))
     """
@@ -47,12 +47,9 @@ class FineHistogram:
         self.probability = np.zeros(shape)
         self.classwise, self.voxels, self.nll = classwise, 0, 0.0
 
-    def add(
-        self, logits: Tensor, labels: Tensor, *, ignore_index: int | None = None, mask: Tensor | None = None
-    ) -> None:
-        """Add the valid voxels of ``logits (N, C, *spatial)``; raises if a voxel is unfit."""
-        voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
-        (self._add if fast_maps(logits) is None else self._add_fast)(voxels)
+    def add(self, voxels: Voxels) -> None:
+        """Add the valid voxels; raises if one is unfit."""
+        (self._add if fast_maps(voxels.logits) is None else self._add_fast)(voxels)
 
     def _add(self, voxels: Voxels) -> None:
         """The definition."""
@@ -71,27 +68,21 @@ class FineHistogram:
 
     def _add_fast(self, voxels: Voxels) -> None:
         """The same, by compiled loops."""
-        from segcal.kernels.fine_loops import Block, Tables, fill_range
+        from segcal.kernels.bin_loops import FineBlock, fill_range
         from segcal.kernels.scratch import new_block
 
         classes, threads = voxels.logits.shape[1], workers(voxels)
         copies = min(threads, max(1, _NUMBERS // (3 * self.counts.size)))
         groups = threads // copies if self.classwise else 1
         edges = np.concatenate(([-np.inf], logit_edges(), [np.inf]))
-        own = Tables(self.counts, self.positive, self.probability)
-        tables = [own] + [Tables(*(np.zeros_like(table) for table in own)) for _ in range(copies - 1)]
+        own: tuple[NDArray[Any], ...] = (self.counts, self.positive, self.probability)
+        tables = [own] + [tuple(map(np.zeros_like, own)) for _ in range(copies - 1)]
 
-        def new_state(turn: int) -> tuple[int, Any, FloatArray]:
-            return turn, new_block(Block, classes, block_size(classes)), np.zeros(2)
+        def new_state(turn: int) -> tuple[Any, ...]:
+            copy, group = divmod(turn, groups)
+            return edges, group, groups, tables[copy], new_block(FineBlock, classes, block_size(classes)), np.zeros(2)
 
-        def add(state: tuple[int, Any, FloatArray], piece: Piece, x: NDArray[Any], columns: slice) -> int:
-            (copy, group), block, sums = divmod(state[0], groups), *state[1:]
-            bad: int = fill_range(
-                x, columns.start, columns.stop, labelled(voxels, piece), edges, group, groups, block, tables[copy], sums
-            )
-            return bad
-
-        states = sweep(voxels, copies * groups, new_state, add, groups)
+        states = sweep(voxels, fill_range, new_state, copies * groups, groups)
         for other in tables[1:]:
             for mine, theirs in zip(own, other, strict=True):
                 mine += theirs

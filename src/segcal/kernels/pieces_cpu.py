@@ -1,10 +1,15 @@
-"""Pieces of CPU logits for compiled loops, and the threads that take them; see ``segcal.kernels.cpu``."""
+"""Pieces of CPU logits for compiled loops, and the threads that take them.
+
+Loops run without the interpreter lock; ``segcal.kernels.cpu`` explains why the threads are not numba's.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,19 +18,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.kernels.pool import in_threads
 from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-State = TypeVar("State")
+State = TypeVar("State", bound=tuple[Any, ...])
+Result = TypeVar("Result")
+
+# Threads are kept: on busy cores, starting a new one takes as long as a small image.
+_POOLS: dict[int, ThreadPoolExecutor] = {}
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_POOLS.clear)
 
 
-class Labels(NamedTuple):
-    """A piece's labels, the label of voxels that do not count, and the mask, which is empty where there is none."""
+class Given(NamedTuple):
+    """What is given of each voxel of a piece besides its logits; arrays are empty where there is nothing."""
 
-    values: NDArray[np.int64]
-    ignored: int
+    labels: NDArray[np.int64]
+    ignored: int  # the label of voxels that do not count
     mask: NDArray[np.bool_]
+    slots: NDArray[np.uint8]
+    uncalibrated: NDArray[np.int64]
+    offset: int  # flat index of the first voxel
+
+    @classmethod
+    def of(cls, voxels: Voxels, piece: Piece) -> Given:
+        """What is given of a piece. Where no label is ignored, ``ignored`` is a number that is no label."""
+        ignored = int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
+        labels, uncalibrated = (flat(voxels, one, piece, np.int64) for one in (voxels.labels, voxels.uncalibrated))
+        mask, slots = flat(voxels, voxels.mask, piece, np.bool_), flat(voxels, voxels.slots, piece, np.uint8)
+        return cls(labels, ignored, mask, slots, uncalibrated, piece.offset)
 
 
 def as_voxels(logits: Tensor, labels: Tensor | None = None, valid: Tensor | None = None) -> Voxels:
@@ -35,29 +56,20 @@ def as_voxels(logits: Tensor, labels: Tensor | None = None, valid: Tensor | None
     return Voxels(logits, logits.select(1, 0) if labels is None else labels, mask=valid)
 
 
-def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], slice]:
-    """A C-contiguous float32 matrix ``(C, V)`` and the piece's columns in it: the logits themselves where possible."""
+def matrix(voxels: Voxels, piece: Piece) -> tuple[NDArray[Any], int, int]:
+    """A C-contiguous float32 matrix ``(C, V)``, the logits themselves where possible, and where the piece lies in it.
+
+    These are its first column and the one after its last.
+    """
     scores, columns = voxels.scores(piece)
     if scores.dtype != torch.float32 or not scores.is_contiguous():
         scores, columns = scores[:, columns].float().contiguous(), slice(0, columns.stop - columns.start)
-    return scores.numpy(), columns
+    return scores.numpy(), columns.start, columns.stop
 
 
 def flat(voxels: Voxels, tensor: Tensor | None, piece: Piece, dtype: type[np.generic]) -> NDArray[Any]:
     """The piece's part of an ``(N, *spatial)`` tensor as a contiguous array; empty for None."""
     return np.empty(0, dtype) if tensor is None else np.ascontiguousarray(voxels.flat(tensor, piece).numpy(), dtype)
-
-
-def labelled(voxels: Voxels, piece: Piece) -> Labels:
-    """The piece's labels and mask."""
-    return Labels(
-        flat(voxels, voxels.labels, piece, np.int64), ignored_label(voxels), flat(voxels, voxels.mask, piece, np.bool_)
-    )
-
-
-def ignored_label(voxels: Voxels) -> int:
-    """The label of voxels that do not count; where there is none, a number that is no label."""
-    return int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
 
 
 def block_size(classes: int, scores: int = 20480) -> int:
@@ -73,21 +85,23 @@ def workers(voxels: Voxels, threads: int | None = None) -> int:
 
 def sweep(
     voxels: Voxels,
-    threads: int,
+    loop: Callable[..., int],
     new_state: Callable[[int], State],
-    add: Callable[[State, Piece, NDArray[Any], slice], int],
+    threads: int | None = None,
     groups: int = 1,
 ) -> list[State]:
-    """Let each thread add its share of the pieces to a state of its own; the states, in a fixed order.
+    """Let each thread take its share of the pieces through a loop; the states, in a fixed order.
 
-    ``add`` takes a state, a piece and its matrix and columns, and returns the first unfit voxel in the piece, or -1.
-    The error for the first unfit voxel of all is raised. ``groups`` threads each take the same pieces.
+    ``loop(x, start, stop, given, *state)`` takes a piece's ``matrix`` and ``Given`` and the thread's own state, and
+    returns the first unfit voxel in the piece, or -1. The error for the first unfit voxel of all is raised. ``groups``
+    threads each take the same pieces.
     """
+    threads = workers(voxels, threads)
 
     def work(turn: int) -> tuple[State, int]:
         state = new_state(turn)
         for piece in itertools.islice(voxels.pieces(), turn // groups, None, threads // groups):
-            bad = add(state, piece, *matrix(voxels, piece))
+            bad = loop(*matrix(voxels, piece), Given.of(voxels, piece), *state)
             if bad >= 0:
                 return state, piece.offset + bad
         return state, -1
@@ -97,3 +111,15 @@ def sweep(
     if unfit:
         raise voxels.bad_voxel(min(unfit))
     return [state for state, _ in results]
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    if threads not in _POOLS:
+        _POOLS.setdefault(threads, ThreadPoolExecutor(threads, "segcal"))
+    return _POOLS[threads]
+
+
+def in_threads(work: Callable[[int], Result], count: int) -> list[Result]:
+    """Results of ``work(0)`` to ``work(count - 1)``, which run at the same time, the first in this thread."""
+    others = [_pool(count - 1).submit(work, turn) for turn in range(1, count)]
+    return [work(0), *(other.result() for other in others)]

@@ -1,38 +1,32 @@
-"""The definition of every statistic, in torch and float64, on any device. Tests compare the fast kernels with it."""
+"""The definition of every statistic, in torch and float64, on any device. Tests compare the fast kernels with it.
+
+``refine`` is the second pass of exact equal-mass bins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels.grid import BinGrid
-from segcal.kernels.tally import Tally
+from segcal.kernels.tally import Counts, Sums, Tally
 from segcal.kernels.voxels import Voxels
 
 # Numbers in one intermediate float64 matrix (C, v): 4 MB, and there are about six at a time.
 _MATRIX_SIZE = 2**19
 
 
-class Batch(NamedTuple):
-    """Valid voxels: scores ``z (C, v)`` in float64, all else ``(v,)`` int64."""
-
-    z: Tensor
-    y: Tensor
-    slot: Tensor
-    before: Tensor | None  # the uncalibrated argmax
-
-
 def tally(voxels: Voxels, threads: int) -> Tally:
     """All statistics of one update; see ``segcal.kernels.tally``. ``threads`` is not used: torch has its own."""
     empty = Tally.zeros(voxels.num_slots, voxels.logits.shape[1], voxels.top_grid, voxels.class_grid)
-    total = _Totals({name: torch.from_numpy(array).to(device_of(voxels)) for name, array in empty._asdict().items()})
+    totals = {name: torch.from_numpy(array).to(device_of(voxels)) for name, array in empty._asdict().items()}
     for batch in batches(voxels):
-        _add(voxels, batch, total)
-    return Tally(**{name: np.asarray(tensor.cpu()) for name, tensor in total.tensors.items()})
+        _add(voxels, *batch, totals)
+    return Tally(**{name: np.asarray(tensor.cpu()) for name, tensor in totals.items()})
 
 
 def device_of(voxels: Voxels) -> torch.device:
@@ -41,8 +35,11 @@ def device_of(voxels: Voxels) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def batches(voxels: Voxels) -> Iterator[Batch]:
-    """The valid voxels in order, a few at a time, mapped and checked."""
+def batches(voxels: Voxels) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """The valid voxels in order, a few at a time, mapped and checked.
+
+    Scores ``(C, v)`` in float64; labels, slots and, to compare with, the uncalibrated argmax, ``(v,)`` int64 each.
+    """
     device = device_of(voxels)
     step = max(1, _MATRIX_SIZE // voxels.logits.shape[1])
     for piece in voxels.pieces():
@@ -64,11 +61,10 @@ def batches(voxels: Voxels) -> Iterator[Batch]:
             before = raw.argmax(0) if voxels.compares else None
             if voxels.uncalibrated is not None:
                 before = pick(voxels.uncalibrated)[kept].long()
-            yield Batch(z, y, slot, before)
+            yield z, y, slot, before
 
 
-def _add(voxels: Voxels, batch: Batch, total: _Totals) -> None:
-    z, y, slot, before = batch
+def _add(voxels: Voxels, z: Tensor, y: Tensor, slot: Tensor, before: Tensor | None, totals: dict[str, Tensor]) -> None:
     winner = z.argmax(0)
     best = z.gather(0, winner[None])[0]
     gap = z - best
@@ -82,31 +78,31 @@ def _add(voxels: Voxels, batch: Batch, total: _Totals) -> None:
     brier = (p - torch.zeros_like(p).scatter_(0, y[None], 1.0)).square().sum(0)
     entropy = log_sum - torch.where(p > 0, p * gap, 0.0).sum(0)
 
-    total.count("confusion", slot, y, winner)
+    _count(totals["confusion"], slot, y, winner)
     for column, loss in enumerate((nll, brier, entropy)):
-        total.sum("losses", loss, slot, winner, torch.full_like(slot, column))
+        _sum(totals["losses"], loss, slot, winner, torch.full_like(slot, column))
     i = bins(voxels.top_grid, confidence)
-    total.count("top_count", slot, right, i)
-    total.sum("top_confidence", confidence, slot, right, i)
+    _count(totals["top_count"], slot, right, i)
+    _sum(totals["top_confidence"], confidence, slot, right, i)
     shifted = best + log_sum - voxels.energy_shift
-    total.sum("energy", shifted, slot, torch.zeros_like(slot))
-    total.sum("energy", shifted.square(), slot, torch.ones_like(slot))
+    _sum(totals["energy"], shifted, slot, torch.zeros_like(slot))
+    _sum(totals["energy"], shifted.square(), slot, torch.ones_like(slot))
 
     if before is not None:
-        total.count("flips", slot, torch.zeros_like(slot))
+        _count(totals["flips"], slot, torch.zeros_like(slot))
         kind = torch.where(before == y, 1, torch.where(right == 1, 2, 3))
         moved = before != winner
-        total.count("flips", slot[moved], kind[moved])
+        _count(totals["flips"], slot[moved], kind[moved])
 
     if voxels.class_grid is not None:
         i = bins(voxels.class_grid, confidence)
-        total.count("predicted_count", slot, winner, right, i)
-        total.sum("predicted_confidence", confidence, slot, winner, right, i)
+        _count(totals["predicted_count"], slot, winner, right, i)
+        _sum(totals["predicted_confidence"], confidence, slot, winner, right, i)
         i = bins(voxels.class_grid, p)
         everywhere, k = slot.expand_as(p), torch.arange(len(p), device=p.device)[:, None].expand_as(p)
-        total.count("class_count", everywhere, k, i)
-        total.sum("class_confidence", p, everywhere, k, i)
-        total.count("class_positive", slot, y, i.gather(0, y[None])[0])
+        _count(totals["class_count"], everywhere, k, i)
+        _sum(totals["class_confidence"], p, everywhere, k, i)
+        _count(totals["class_positive"], slot, y, i.gather(0, y[None])[0])
 
 
 def bins(grid: BinGrid, p: Tensor) -> Tensor:
@@ -115,26 +111,21 @@ def bins(grid: BinGrid, p: Tensor) -> Tensor:
     return torch.searchsorted(upper, p.contiguous()).clamp_(max=len(grid) - 1)
 
 
-class _Totals:
-    """Sums and counts by index, always added in the same order: the same data give the same bits."""
+# Sums and counts by index are always added in the same order: the same data give the same bits.
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
 
-    def count(self, name: str, *index: Tensor) -> None:
-        """Add 1 at each index."""
-        total = self.tensors[name]
-        flat = _flat_index(total, index)
-        total.view(-1).add_(torch.bincount(flat, minlength=total.numel()))
+def _count(total: Tensor, *index: Tensor) -> None:
+    """Add 1 at each index."""
+    total.view(-1).add_(torch.bincount(_flat_index(total, index), minlength=total.numel()))
 
-    def sum(self, name: str, values: Tensor, *index: Tensor) -> None:
-        """Add each value at its index."""
-        total = self.tensors[name].view(-1)
-        flat, values = _flat_index(self.tensors[name], index), values.reshape(-1)
-        if total.device.type == "cpu":
-            total.index_add_(0, flat, values)
-        else:  # here index_add_ has no fixed order
-            total.index_put_((flat,), values, accumulate=True)
+
+def _sum(total: Tensor, values: Tensor, *index: Tensor) -> None:
+    """Add each value at its index."""
+    flat, values = _flat_index(total, index), values.reshape(-1)
+    if total.device.type == "cpu":
+        total.view(-1).index_add_(0, flat, values)
+    else:  # here index_add_ has no fixed order
+        total.view(-1).index_put_((flat,), values, accumulate=True)
 
 
 def _flat_index(total: Tensor, index: tuple[Tensor, ...]) -> Tensor:
@@ -142,3 +133,33 @@ def _flat_index(total: Tensor, index: tuple[Tensor, ...]) -> Tensor:
     for size, part in zip(total.shape, index, strict=True):
         flat = flat * size + part
     return flat.reshape(-1)
+
+
+def refine(voxels: Voxels, grid: BinGrid, cells: NDArray[np.int64]) -> tuple[Counts, Sums, Counts]:
+    """Count, sum of probabilities and positives per cell; bin i of class c is split into ``cells[c, i]`` equal cells.
+
+    The arrays hold all cells of the first class in ascending order, then of the second, and so on. Float64, any device.
+
+    Examples:
+        >>> grid = BinGrid.from_edges([0.5])
+        >>> voxels = Voxels(torch.tensor([[3.0, 0.0]]), torch.tensor([1]), grid, None)
+        >>> refine(voxels, grid, np.array([[1, 1], [4, 1]]))[0]
+        array([0, 1, 1, 0, 0, 0, 0])
+    """
+    device = device_of(voxels)
+    sizes = torch.from_numpy(cells).to(device)
+    starts = (sizes.reshape(-1).cumsum(0) - sizes.reshape(-1)).reshape(sizes.shape)
+    lower, upper = torch.from_numpy(grid.lower).to(device), torch.from_numpy(grid.upper).to(device)
+    length = int(sizes.sum())
+    count = torch.zeros(length, dtype=torch.int64, device=device)
+    positive, total = torch.zeros_like(count), torch.zeros(length, dtype=torch.float64, device=device)
+    for z, y, *_ in batches(voxels):
+        p = torch.softmax(z, 0)
+        i = bins(grid, p)
+        size = sizes.gather(1, i)
+        cell = ((p - lower[i]) / (upper[i] - lower[i]) * size).ceil().long() - 1
+        where = starts.gather(1, i) + torch.minimum(cell.clamp_(min=0), size - 1)
+        count += torch.bincount(where.reshape(-1), minlength=length)
+        positive += torch.bincount(where.gather(0, y[None]).reshape(-1), minlength=length)
+        total.index_put_((where.reshape(-1),), p.reshape(-1), accumulate=True)
+    return count.cpu().numpy(), total.cpu().numpy(), positive.cpu().numpy()

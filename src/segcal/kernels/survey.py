@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from segcal.kernels import fast_maps
-from segcal.kernels.pieces_cpu import block_size, labelled, sweep, workers
-from segcal.kernels.voxels import Piece, Voxels
+from segcal.kernels.pieces_cpu import block_size, sweep
+from segcal.kernels.voxels import Voxels
 
 
 class Survey(NamedTuple):
@@ -32,24 +31,17 @@ class Survey(NamedTuple):
     impossible: bool
 
 
-def survey(
-    logits: Tensor,
-    labels: Tensor,
-    confidences: Sequence[float],
-    *,
-    ignore_index: int | None = None,
-    mask: Tensor | None = None,
-) -> Survey:
-    """Survey the valid voxels of logits ``(N, C, *spatial)``; raises if one is unfit.
+def survey(voxels: Voxels, confidences: Sequence[float]) -> Survey:
+    """Survey the valid voxels; raises if one is unfit.
 
     Examples:
-        >>> found = survey(torch.tensor([[4.0, 0.0], [0.0, 0.1]]), torch.tensor([0, 0]), (0.6, 0.9))
+        >>> logits, labels = torch.tensor([[4.0, 0.0], [0.0, 0.1]]), torch.tensor([0, 0])
+        >>> found = survey(Voxels(logits, labels), (0.6, 0.9))
         >>> found.strata, found.true, round(found.nll, 4)
         (array([5, 6]), array([2, 0]), 0.7625)
     """
-    voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
     edges = np.array(confidences, np.float32)
-    return _reference(voxels, edges) if fast_maps(logits) is None else _fast(voxels, edges)
+    return _reference(voxels, edges) if fast_maps(voxels.logits) is None else _fast(voxels, edges)
 
 
 def _reference(voxels: Voxels, edges: NDArray[np.float32]) -> Survey:
@@ -68,23 +60,17 @@ def _reference(voxels: Voxels, edges: NDArray[np.float32]) -> Survey:
 
 
 def _fast(voxels: Voxels, edges: NDArray[np.float32]) -> Survey:
-    from segcal.kernels.apply_loops import Block
+    from segcal.kernels.fitting_loops import survey_range
     from segcal.kernels.scratch import new_block
-    from segcal.kernels.survey_loops import survey_range
+    from segcal.kernels.softmax_loops import Block
 
     classes = voxels.logits.shape[1]
     strata = np.empty(voxels.labels.numel(), np.int64)
 
-    def new_state(turn: int) -> tuple[Any, NDArray[np.int64], NDArray[np.float64]]:
-        return new_block(Block, classes, block_size(classes)), np.zeros(classes, np.int64), np.zeros(2)
+    def new_state(turn: int) -> tuple[Any, ...]:
+        block = new_block(Block, classes, block_size(classes))
+        return edges, strata, block, np.zeros(classes, np.int64), np.zeros(2)
 
-    def add(state: tuple[Any, ...], piece: Piece, x: NDArray[Any], columns: slice) -> int:
-        block, true, sums = state
-        bad: int = survey_range(
-            x, columns.start, columns.stop, labelled(voxels, piece), edges, block, strata[piece.offset :], true, sums
-        )
-        return bad
-
-    _, true, sums = zip(*sweep(voxels, workers(voxels), new_state, add), strict=True)
+    *_, true, sums = zip(*sweep(voxels, survey_range, new_state), strict=True)
     nll, impossible = np.sum(sums, 0).tolist()
     return Survey(strata, np.sum(true, 0), nll, impossible > 0)

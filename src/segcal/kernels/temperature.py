@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels import fast_maps
-from segcal.kernels.pieces_cpu import block_size, labelled, sweep, workers
-from segcal.kernels.voxels import Piece, Voxels
+from segcal.kernels.pieces_cpu import block_size, sweep
+from segcal.kernels.voxels import Voxels
 
 
 class TemperatureSums(NamedTuple):
@@ -32,21 +31,18 @@ class TemperatureSums(NamedTuple):
         return self.nll / self.count, slope / beta, (curvature - slope) / beta**2
 
 
-def temperature_sums(
-    logits: Tensor, labels: Tensor, beta: float, *, ignore_index: int | None = None, mask: Tensor | None = None
-) -> TemperatureSums:
-    """Sums over the valid voxels of logits ``(N, C, *spatial)`` at ``S(beta z)``; raises if a voxel is unfit.
+def temperature_sums(voxels: Voxels, beta: float) -> TemperatureSums:
+    """Sums over the valid voxels at ``S(beta z)``; raises if a voxel is unfit.
 
     With ``d = beta (z - max z)``: ``nll = log sum exp(d) - d_y``, ``slope = E[d] - d_y``, ``curvature = Var[d] +
     slope``, expectations under ``S(beta z)``.
 
     Examples:
-        >>> sums = temperature_sums(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5)
+        >>> sums = temperature_sums(Voxels(torch.tensor([[2.0, 0.0]]), torch.tensor([0])), 0.5)
         >>> sums.count, round(sums.nll, 4), round(sums.slope, 4)
         (1, 0.3133, -0.2689)
     """
-    voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
-    return _reference(voxels, beta) if fast_maps(logits) is None else _fast(voxels, beta)
+    return _reference(voxels, beta) if fast_maps(voxels.logits) is None else _fast(voxels, beta)
 
 
 def slope_and_variance(p: Tensor, d: Tensor, own: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -72,17 +68,15 @@ def _reference(voxels: Voxels, beta: float) -> TemperatureSums:
 
 
 def _fast(voxels: Voxels, beta: float) -> TemperatureSums:
+    from segcal.kernels.fitting_loops import temperature_range
     from segcal.kernels.scratch import new_block
-    from segcal.kernels.temperature_loops import Block, temperature_range
+    from segcal.kernels.softmax_loops import Block
 
     classes = voxels.logits.shape[1]
 
-    def new_state(turn: int) -> tuple[Any, NDArray[np.float64]]:
-        return new_block(Block, classes, block_size(classes)), np.zeros(4)
+    def new_state(turn: int) -> tuple[Any, ...]:
+        return np.float32(beta), new_block(Block, classes, block_size(classes)), np.zeros(4)
 
-    def add(state: tuple[Any, NDArray[np.float64]], piece: Piece, x: NDArray[Any], columns: slice) -> int:
-        bad: int = temperature_range(x, columns.start, columns.stop, labelled(voxels, piece), np.float32(beta), *state)
-        return bad
-
-    count, *sums = np.sum([sums for _, sums in sweep(voxels, workers(voxels), new_state, add)], 0).tolist()
+    states = sweep(voxels, temperature_range, new_state)
+    count, *sums = np.sum([sums for *_, sums in states], 0).tolist()
     return TemperatureSums(int(count), *sums)

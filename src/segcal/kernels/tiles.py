@@ -68,29 +68,25 @@ def _sum(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, _LANE(0))
 
 
-@_intrinsic
-def fetch(typing_context, x, row, column):
-    """Prefetch the cache line of ``x[row, column]`` for reading. ``x`` is a C-contiguous matrix."""
-    return types.void(x, types.intp, types.intp), _prefetch(writing=0)
-
-
-@_intrinsic
-def fetch_to_write(typing_context, x, row, column):
-    """Prefetch the cache line of ``x[row, column]`` for writing. ``x`` is a C-contiguous matrix."""
-    return types.void(x, types.intp, types.intp), _prefetch(writing=1)
-
-
 def _prefetch(writing: int) -> Any:
-    def generate(context, builder, signature, arguments):
-        address = _Matrix(context, builder, signature.args[0], arguments[0]).at(*arguments[1:])
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _LANE, _LANE, _LANE])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        second_cache, data = _LANE(2), _LANE(1)
-        builder.call(function, [builder.bitcast(address, pointer), _LANE(writing), second_cache, data])
-        return context.get_dummy_value()
+    """Prefetch the cache line of ``x[row, column]`` for reading or writing. ``x`` is a C-contiguous matrix."""
 
-    return generate
+    def prefetch(typing_context, x, row, column):
+        def generate(context, builder, signature, arguments):
+            address = _Matrix(context, builder, signature.args[0], arguments[0]).at(*arguments[1:])
+            pointer = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [pointer, _LANE, _LANE, _LANE])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            second_cache, data = _LANE(2), _LANE(1)
+            builder.call(function, [builder.bitcast(address, pointer), _LANE(writing), second_cache, data])
+            return context.get_dummy_value()
+
+        return types.void(x, types.intp, types.intp), generate
+
+    return _intrinsic(prefetch)
+
+
+fetch, fetch_to_write = _prefetch(0), _prefetch(1)
 
 
 def _multiply(rows: int) -> Any:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from segcal.kernels.apply_loops import write_log_softmax
 from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, reduction
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.gradient_loops import slopes
-from segcal.kernels.softmax_loops import argmax
+from segcal.kernels.softmax_loops import argmax, write_log_softmax
 from segcal.scores import OFFSET_LIMIT
 
 _OFFSET_LIMIT = np.float32(OFFSET_LIMIT)

@@ -19,9 +19,10 @@ from segcal.errors import InputError
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.grid import BinGrid
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible, without_softmax
+from segcal.types import Chunk
 
 PIECE_VOXELS = 2**15
-_ONE_BIN = BinGrid.from_edges(())
+ONE_BIN = BinGrid.from_edges(())
 # exp(-100) is 0 in float32.
 _NOTHING = 100.0
 
@@ -103,7 +104,7 @@ class Voxels:
 
     logits: Tensor
     labels: Tensor
-    top_grid: BinGrid = _ONE_BIN
+    top_grid: BinGrid = ONE_BIN
     class_grid: BinGrid | None = None
     ignore_index: int | None = None
     mask: Tensor | None = None
@@ -112,6 +113,11 @@ class Voxels:
     uncalibrated: Tensor | None = None
     score_map: AffineMap | None = None
     energy_shift: float = 0.0
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> Voxels:
+        """The voxels of some rows of a case."""
+        return cls(chunk.logits, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
 
     @property
     def compares(self) -> bool:

@@ -11,12 +11,10 @@ from __future__ import annotations
 from segcal.losses import callbacks as callbacks
 from segcal.losses.adaptive import *
 from segcal.losses.base import Loss as Loss
-from segcal.losses.calibration import *
+from segcal.losses.batchwise import *
 from segcal.losses.combine import CombinedLoss as CombinedLoss
-from segcal.losses.consistency import *
 from segcal.losses.entropy import *
 from segcal.losses.neighbours import *
-from segcal.losses.regional import *
 from segcal.losses.voxelwise import *
 
 #: Loss id to module, by the ids of METHODS.md section 4. ``of_classes(num_classes, **options)`` makes any of them; all

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 from typing_extensions import Self, Unpack
 
-from segcal.errors import InputError
+from segcal.errors import InputError, check_whole
 from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, PenaltyOptions, check_number, check_patch, prepare
@@ -162,8 +162,7 @@ class Multipliers(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        if num_classes < 2:
-            raise InputError(f"num_classes is {num_classes}", expected="at least 2")
+        check_whole("num_classes", num_classes, 2)
         start = torch.zeros(2, num_classes, dtype=torch.float64)
         self.register_buffer("values", start + LOWEST)
         self.register_buffer("rho", start + RHO_START)

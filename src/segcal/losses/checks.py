@@ -16,7 +16,7 @@ from torch import Tensor
 from segcal.errors import InputError
 
 Reduction = Literal["mean", "sum", "none"]
-ClassWeights = Tensor | Sequence[float]
+Weights = Tensor | Sequence[float]
 Base = Literal["ce"] | Callable[[Tensor, Tensor], Tensor] | None
 
 
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     ``ignore_index``: the label of ignored voxels; 255 by default.
     """
 
-    class_weights: ClassWeights | None
+    class_weights: Weights | None
     ignore_index: int
 
 
@@ -71,6 +71,17 @@ class Batch(NamedTuple):
     def num_classes(self) -> int:
         """C."""
         return self.logits.shape[1]
+
+    def class_weights(self, class_weights: Weights | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Checked class weights ``(C,)`` on the device of the logits, with their dtype unless another is given."""
+        if class_weights is None:
+            return None
+        weights = torch.as_tensor(class_weights, dtype=dtype or self.logits.dtype, device=self.logits.device)
+        if weights.shape != (self.num_classes,):
+            raise InputError(
+                f"class_weights have shape {tuple(weights.shape)}", expected=f"({self.num_classes},), one per class"
+            )
+        return weights
 
 
 def prepare(logits: Tensor, labels: Tensor, ignore_index: int = 255) -> Batch:
@@ -138,18 +149,6 @@ def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tens
             fix="set ignore_index, or map the labels to 0..C-1",
         )
     return labels, valid
-
-
-def class_weight_tensor(class_weights: ClassWeights | None, logits: Tensor) -> Tensor | None:
-    """The class weights ``(C,)``, with the dtype and device of the logits."""
-    if class_weights is None:
-        return None
-    weights = torch.as_tensor(class_weights, dtype=logits.dtype, device=logits.device)
-    if weights.shape != logits.shape[1:2]:
-        raise InputError(
-            f"class_weights have shape {tuple(weights.shape)}", expected=f"({logits.shape[1]},), one per class"
-        )
-    return weights
 
 
 def check_number(name: str, value: float, *, lowest: float = 0.0, highest: float = math.inf) -> None:

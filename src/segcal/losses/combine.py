@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from segcal.errors import InputError
-from segcal.losses.checks import Base, Batch, ClassWeights, Reduction, prepare
-from segcal.losses.voxelwise import Part, cross_entropy_part, voxel_loss
+from segcal.losses.checks import Base, Batch, Reduction, Weights, prepare
+from segcal.losses.voxelwise import Part, cross_entropy_terms, voxel_loss, weighted_part
 
 
 def penalised(
@@ -22,7 +22,7 @@ def penalised(
     make_penalty: Callable[[Batch], Part | Tensor],
     *,
     base: Base = "ce",
-    class_weights: ClassWeights | None = None,
+    class_weights: Weights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -30,7 +30,7 @@ def penalised(
     batch = prepare(logits, labels, ignore_index)
     penalty = make_penalty(batch)
     if base == "ce":
-        cross_entropy = cross_entropy_part(batch, class_weights)
+        cross_entropy = weighted_part(batch, class_weights, cross_entropy_terms)
         if isinstance(penalty, Part):  # The two share one gradient.
             return voxel_loss(batch, [cross_entropy, penalty], reduction)
         return voxel_loss(batch, [cross_entropy], reduction) + penalty

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from segcal.errors import check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, ClassWeights, Reduction, VoxelOptions, class_weight_tensor, prepare
+from segcal.losses.checks import Batch, Reduction, VoxelOptions, Weights, prepare
 
 __all__ = ["CrossEntropy", "cross_entropy"]
 
@@ -209,9 +209,9 @@ def correct_voxels(batch: Batch, top: Tensor) -> Tensor:
 WeightedTerms = Callable[[Batch, Tensor | None, Tensor | None], Terms]
 
 
-def weighted_part(batch: Batch, class_weights: ClassWeights | None, terms: WeightedTerms) -> Part:
+def weighted_part(batch: Batch, class_weights: Weights | None, terms: WeightedTerms) -> Part:
     """A part whose mean divides by the class weights of the labels; ``terms`` takes a batch, the weights and out."""
-    weights = class_weight_tensor(class_weights, batch.logits)
+    weights = batch.class_weights(class_weights)
     mass = None if weights is None else weights[batch.labels]
     return Part(lambda piece, out: terms(piece, weights, out), mass=mass)
 
@@ -221,7 +221,7 @@ def weighted_loss(
     labels: Tensor,
     terms: WeightedTerms,
     *,
-    class_weights: ClassWeights | None = None,
+    class_weights: Weights | None = None,
     ignore_index: int = 255,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -230,12 +230,7 @@ def weighted_loss(
     return voxel_loss(batch, [weighted_part(batch, class_weights, terms)], reduction)
 
 
-def cross_entropy_part(batch: Batch, class_weights: ClassWeights | None) -> Part:
-    """Cross-entropy as a part."""
-    return weighted_part(batch, class_weights, _cross_entropy_terms)
-
-
-def _cross_entropy_terms(batch: Batch, class_weights: Tensor | None, out: Tensor | None) -> Terms:
+def cross_entropy_terms(batch: Batch, class_weights: Tensor | None, out: Tensor | None) -> Terms:
     """``w_y * nll`` and its gradient ``w_y (p - onehot(y))``."""
     logits, index = batch.logits, batch.labels.unsqueeze(1)
     soft = softmax(logits, out)
@@ -262,7 +257,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, **options: Unpack[VoxelOptions
         >>> cross_entropy(torch.zeros(1, 4, 2, 2), torch.tensor([[[0, 1], [2, 255]]])).exp()
         tensor(4.)
     """
-    return weighted_loss(logits, labels, _cross_entropy_terms, **options)
+    return weighted_loss(logits, labels, cross_entropy_terms, **options)
 
 
 class CrossEntropy(Loss):

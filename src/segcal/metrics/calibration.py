@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Region = str | Sequence[str]
+Reduction = Literal["mean", "sum"]
 
 
 def nll(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -169,11 +170,7 @@ def sce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
 
 
 def cece(
-    stats: VoxelStatistics,
-    *,
-    num_bins: int = 15,
-    region: Region = EVERYTHING,
-    reduction: Literal["mean", "sum"] = "mean",
+    stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING, reduction: Reduction = "mean"
 ) -> Measure:
     """Classwise ECE: ``mean_c sum_b |B_cb| / n |freq_cb - conf_cb|`` over the probabilities of every class (Kull 2019).
 
@@ -186,7 +183,7 @@ def cece(
         >>> round(cece(stats), 4)
         0.5
     """
-    check_name("reduction", reduction, ("mean", "sum"))
+    check_name("reduction", reduction, get_args(Reduction))
     total = stats.total(region)
     return _classwise_error(stats, total, total.class_confidence - total.class_positive, num_bins, reduction == "mean")
 

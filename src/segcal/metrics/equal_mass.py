@@ -19,7 +19,7 @@ from torch import Tensor
 
 from segcal.errors import InputError, check_name
 from segcal.kernels import AffineMap, Voxels
-from segcal.kernels.refine import refine
+from segcal.kernels.reference import refine
 from segcal.kernels.tally import Counts, Sums
 from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
@@ -79,12 +79,7 @@ class SecondPass:
     """
 
     def __init__(
-        self,
-        stats: VoxelStatistics,
-        *,
-        num_bins: int = 15,
-        threshold: float = 0.0,
-        region: Region = EVERYTHING,
+        self, stats: VoxelStatistics, *, num_bins: int = 15, threshold: float = 0.0, region: Region = EVERYTHING
     ) -> None:
         self.num_bins, self.threshold, self.region = num_bins, threshold, region
         self.grid = class_grid(stats)
@@ -141,11 +136,7 @@ class SecondPass:
 
 
 def ace_adaptive(
-    stats: VoxelStatistics,
-    *,
-    num_bins: int = 15,
-    region: Region = EVERYTHING,
-    exact: SecondPass | None = None,
+    stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING, exact: SecondPass | None = None
 ) -> Measure:
     """Adaptive calibration error: ``1/(C R) sum_c sum_r |freq_rc - conf_rc|`` over R equal-mass bins a class.
 

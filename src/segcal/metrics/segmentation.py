@@ -19,7 +19,7 @@ from segcal.statistics import EVERYTHING, VoxelStatistics
 __all__ = ["accuracy", "dice_per_class", "dsc", "flip", "miou", "volume_dice"]
 
 Absent = Literal["nan", "one"]
-_FLIPS = ("all", "harmful", "beneficial", "neutral")
+Flips = Literal["all", "harmful", "beneficial", "neutral"]
 
 
 def dice_per_class(
@@ -93,12 +93,7 @@ def accuracy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     return Measure.ratio(int(np.trace(confusion)), int(confusion.sum()))
 
 
-def flip(
-    stats: VoxelStatistics,
-    *,
-    region: Region = EVERYTHING,
-    kind: Literal["all", "harmful", "beneficial", "neutral"] = "all",
-) -> Measure:
+def flip(stats: VoxelStatistics, *, region: Region = EVERYTHING, kind: Flips = "all") -> Measure:
     """Share of voxels whose label calibration changed (Kirscher et al.).
 
     ``harmful`` from right to wrong, ``beneficial`` from wrong to right, ``neutral`` from wrong to wrong; of the voxels
@@ -111,9 +106,10 @@ def flip(
         >>> flip(stats), flip(stats, kind="harmful"), flip(stats, kind="beneficial")
         (0.5, 0.5, 0.0)
     """
-    check_name("kind", kind, _FLIPS)
+    kinds = get_args(Flips)
+    check_name("kind", kind, kinds)
     compared, *changed = (int(value) for value in stats.total(region).flips)
-    return Measure.ratio(sum(changed) if kind == "all" else changed[_FLIPS.index(kind) - 1], compared)
+    return Measure.ratio(sum(changed) if kind == "all" else changed[kinds.index(kind) - 1], compared)
 
 
 def _mean(stats: VoxelStatistics, values: NDArray[np.float64], background: bool) -> Measure:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -165,26 +165,27 @@ class CaseRegions:
         """
         if isinstance(region, Tensor):
             return self.valid & checked_mask(region, self.labels, "region")
-        if region == "local":
-            raise InputError("region 'local' has many masks", fix="iterate over CaseRegions.parts('local')")
-        return next(iter(self.parts(region))).mask
+        check_name("region", region, REGIONS, expected=f"a bool mask or one of {', '.join(REGIONS)}")
+        select = REGIONS[region].select
+        if select is None:
+            raise InputError(f"region {region!r} has many masks", fix=f"iterate over CaseRegions.parts({region!r})")
+        return self.valid & select(self)
 
-    def parts(self, region: str | Tensor) -> Iterator[Part]:
-        """The windows of a region and the masks in them, one after the other: ten for ``local``, one for all others.
+    def parts(self, region: str | Tensor) -> list[Part]:
+        """The windows of a region and the masks in them: ten for ``local``, one for all others.
 
         Examples:
             >>> regions = CaseRegions(torch.zeros(1, 90, 80, dtype=torch.int64))
             >>> [part.mask.shape for part in regions.parts("local")][:2]
             [torch.Size([1, 72, 72]), torch.Size([1, 72, 72])]
         """
-        if isinstance(region, Tensor):
-            return iter([Part(self._whole, self.mask(region))])
-        check_name("region", region, REGIONS, expected=f"a bool mask or one of {', '.join(REGIONS)}")
-        return REGIONS[region].parts(self)
-
-    @property
-    def _whole(self) -> Window:
-        return tuple(slice(0, length) for length in self.labels.shape[1:])
+        if isinstance(region, Tensor) or region != "local":
+            return [Part(tuple(slice(0, length) for length in self.labels.shape[1:]), self.mask(region))]
+        patches = []
+        for window in local_patches(self.labels.shape[1:], seed=self.seed):
+            index = (slice(None), *window)
+            patches.append(Part(window, self.valid[index]))
+        return patches
 
 
 class Part(NamedTuple):
@@ -199,37 +200,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """An entry of ``REGIONS``: what the region is, and its parts in a case.
+    """An entry of ``REGIONS``: what the region is, and which voxels of a case are in it; None for local patches.
 
     Examples:
         >>> REGIONS["foreground"].description
         'label is not the background'
-        >>> next(REGIONS["foreground"].parts(CaseRegions(torch.tensor([[0, 2, 255]])))).mask
-        tensor([[False,  True, False]])
     """
 
     id: str
     description: str
-    parts: Callable[[CaseRegions], Iterator[Part]]
-
-
-def _one_mask(id: str, description: str, select: Callable[[CaseRegions], Tensor]) -> Region:
-    def parts(case: CaseRegions) -> Iterator[Part]:
-        yield Part(case._whole, case.valid & select(case))
-
-    return Region(id, description, parts)
+    select: Callable[[CaseRegions], Tensor] | None
 
 
 def _band(index: int) -> Region:
     low, high = BAND_EDGES[index : index + 2]
-    description = f"distance to the boundary in [{low:g}, {high:g})"
-    return _one_mask(BANDS[index], description, lambda case: case.bands == index)
-
-
-def _patches(case: CaseRegions) -> Iterator[Part]:
-    for window in local_patches(case.labels.shape[1:], seed=case.seed):
-        index = (slice(None), *window)
-        yield Part(window, case.valid[index])
+    return Region(BANDS[index], f"distance to the boundary in [{low:g}, {high:g})", lambda case: case.bands == index)
 
 
 def _boundary(case: CaseRegions) -> Tensor:
@@ -237,13 +222,13 @@ def _boundary(case: CaseRegions) -> Tensor:
 
 
 _ALL_REGIONS = (
-    _one_mask("everything", "all valid voxels", lambda case: case.valid),
-    _one_mask("foreground", "label is not the background", lambda case: case.foreground),
-    _one_mask("all", "foreground plus its boundary ring", lambda case: case.foreground | _boundary(case)),
-    _one_mask("boundary", "within 2 voxels of a label change", _boundary),
-    _one_mask("interior", "further than 2 voxels from any label change", lambda case: ~_boundary(case)),
+    Region("everything", "all valid voxels", lambda case: case.valid),
+    Region("foreground", "label is not the background", lambda case: case.foreground),
+    Region("all", "foreground plus its boundary ring", lambda case: case.foreground | _boundary(case)),
+    Region("boundary", "within 2 voxels of a label change", _boundary),
+    Region("interior", "further than 2 voxels from any label change", lambda case: ~_boundary(case)),
     *map(_band, range(len(BANDS))),
-    Region("local", f"{PATCH_COUNT} random patches of {PATCH_SIZE} voxels a side: mean and maximum", _patches),
+    Region("local", f"{PATCH_COUNT} random patches of {PATCH_SIZE} voxels a side: mean and maximum", None),
 )
 
 #: Region id to region. ``all``, ``boundary`` and ``local`` are Ding et al. (LTS, section 4), bands Kirscher et al.

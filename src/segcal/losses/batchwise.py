@@ -1,4 +1,4 @@
-"""Losses that are calibration errors: MMCE and the marginal L1 average calibration error."""
+"""Losses of a whole batch: soft Dice, alone and with cross-entropy, and two calibration errors, MMCE and ML1-ACE."""
 
 from __future__ import annotations
 
@@ -8,15 +8,72 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from segcal.errors import InputError, check_name
+from segcal.errors import check_name, check_whole
 from segcal.losses.base import Loss
-from segcal.losses.checks import BaseOptions, Batch, check_number
+from segcal.losses.checks import BaseOptions, Batch, Options, Reduction, VoxelOptions, Weights, check_number, prepare
 from segcal.losses.combine import penalised
 from segcal.losses.voxelwise import correct_voxels
 
-__all__ = ["ML1ACE", "MMCE", "ml1_ace", "mmce"]
+__all__ = ["ML1ACE", "MMCE", "CrossEntropyDice", "Dice", "cross_entropy_dice", "dice", "ml1_ace", "mmce"]
 
 Bins = Literal["hard", "soft"]
+
+
+def dice(logits: Tensor, labels: Tensor, smooth: float = 1.0, **options: Unpack[VoxelOptions]) -> Tensor:
+    """``dice``: ``1 - (2 sum p_k y_k + s) / (sum p_k + sum y_k + s)`` per image and class (Milletari et al. 2016).
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``; the background is a class like any other. ``reduction="none"`` gives
+    ``(B, C)``. The mean is over images and, weighted by ``class_weights``, over classes. An image without valid voxels
+    has loss 0.
+
+    Examples:
+        >>> z = torch.tensor([[[[20.0, -20.0]], [[-20.0, 20.0]]]])
+        >>> dice(z, torch.tensor([[[0, 1]]])), dice(z, torch.tensor([[[1, 0]]]))
+        (tensor(0.), tensor(0.6667))
+    """
+    batch = prepare(logits, labels, options.pop("ignore_index", 255))
+    return _batch_dice(batch, smooth, **options)  # type: ignore[misc]  # without ignore_index
+
+
+def cross_entropy_dice(logits: Tensor, labels: Tensor, smooth: float = 1.0, **options: Unpack[Options]) -> Tensor:
+    """``ce-dice``: the sum of the means of ``ce`` and ``dice``, each with the class weights.
+
+    ``logits (B, C, *S)``, ``labels (B, *S)``.
+
+    Examples:
+        >>> z, y = torch.randn(1, 3, 4, 4), torch.randint(0, 3, (1, 4, 4))
+        >>> torch.isclose(cross_entropy_dice(z, y), torch.nn.functional.cross_entropy(z, y) + dice(z, y))
+        tensor(True)
+    """
+    weights = options.get("class_weights")
+    return penalised(logits, labels, lambda batch: _batch_dice(batch, smooth, weights), **options)
+
+
+def _batch_dice(
+    batch: Batch, smooth: float, class_weights: Weights | None = None, reduction: Reduction = "mean"
+) -> Tensor:
+    check_number("smooth", smooth, lowest=torch.finfo(torch.float32).tiny)
+    check_name("reduction", reduction, get_args(Reduction))
+    p = batch.logits.unsqueeze(-1).flatten(2).softmax(1)
+    labels = batch.labels.unsqueeze(-1).flatten(1)
+    ones = torch.ones_like(labels, dtype=p.dtype)
+    if batch.valid is not None:
+        ones = batch.valid.unsqueeze(-1).flatten(1).to(p.dtype)
+        p = p * ones.unsqueeze(1)
+    zeros = p.new_zeros(p.shape[:2], dtype=torch.float64)
+    # Sums over voxels are in float64. Scattering by label needs no one-hot tensor.
+    overlap = zeros.scatter_add(1, labels, p.gather(1, labels.unsqueeze(1)).squeeze(1).double())
+    size = zeros.scatter_add(1, labels, ones.double())
+    loss = 1 - (2 * overlap + smooth) / (p.sum(2, dtype=torch.float64) + size + smooth)
+    weights = batch.class_weights(class_weights, loss.dtype)
+    if weights is not None:
+        loss = loss * weights
+    if reduction == "mean":
+        images = max(len(loss), 1)  # A batch without images has loss 0.
+        loss = loss.sum() / (images * loss.shape[1] if weights is None else images * weights.sum().clamp_min(1e-30))
+    elif reduction == "sum":
+        loss = loss.sum()
+    return loss.to(p.dtype)
 
 
 def mmce(
@@ -81,8 +138,7 @@ def ml1_ace(
         tensor(0.5000)
     """
     check_name("bins", bins, get_args(Bins))
-    if num_bins < 1:
-        raise InputError(f"num_bins is {num_bins}", expected="at least 1")
+    check_whole("num_bins", num_bins, 1)
     return penalised(logits, labels, lambda batch: weight * _average_gap(batch, bins, num_bins), **options)
 
 
@@ -112,6 +168,30 @@ def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:
     average = gap.sum(2) / counted.sum(2).clamp_min(torch.finfo(torch.float64).tiny)
     images = (valid.sum(2) > 0).sum().clamp_min(1)  # Images without valid voxels have no bins.
     return (average.mean(1).sum() / images).to(p.dtype)
+
+
+class Dice(Loss):
+    """``dice`` as a module.
+
+    Examples:
+        >>> Dice()(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        tensor(0.6044)
+    """
+
+    id = "dice"
+    function = staticmethod(dice)
+
+
+class CrossEntropyDice(Loss):
+    """``ce-dice``, see ``cross_entropy_dice``, as a module.
+
+    Examples:
+        >>> CrossEntropyDice()(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
+        tensor(1.2976)
+    """
+
+    id = "ce-dice"
+    function = staticmethod(cross_entropy_dice)
 
 
 class MMCE(Loss):
