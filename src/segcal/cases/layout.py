@@ -94,11 +94,7 @@ def list_folder(folder: Path, problems: Problems) -> list[Path]:
 
 def is_text(name: str) -> bool:
     """Whether a file name is UTF-8. Python replaces other bytes with characters that cannot be printed."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return name == name.encode(errors="ignore").decode()
 
 
 def unreadable_name(path: Path) -> DataError:

@@ -73,10 +73,7 @@ def find_cases(path: Path, **declared: Any) -> Found:
             "exterior = 'mask' with logits", where=str(file), expected="probabilities, padded with one-hot"
         )
     names = [case.id for case in found.cases]
-    by_look: dict[str, list[str]] = {}
-    for name in names:
-        by_look.setdefault(unicodedata.normalize("NFC", name), []).append(name)
-    for name, alike in by_look.items():
+    for name, alike in by_group(names, partial(unicodedata.normalize, "NFC")).items():
         if len(alike) > 1:
             spellings = " and ".join(map(ascii, alike))
             found.problems.add(f"two cases look the same: {spellings}", case=name, expected="different names")

@@ -59,22 +59,14 @@ def in_workers(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], pr
     queue: SimpleQueue[str] = multiprocessing.get_context("spawn").SimpleQueue()
     try:
         with worker_pool(len(calls), queue) as pool:
-            futures = [pool.submit(_call, function, call) for call in calls]
-            _report_progress(futures, queue, progress)
+            pending = futures = [pool.submit(_call, function, call) for call in calls]
+            while pending and not any(future.done() and future.exception() for future in futures):
+                pending = list(wait(pending, _INTERVAL, FIRST_EXCEPTION).not_done)
+                while not queue.empty():
+                    progress(queue.get())
             return [future.result() for future in futures]
     except BrokenProcessPool:
         raise WorkerError() from None
-
-
-def _report_progress(futures: Sequence[Future[_T]], queue: SimpleQueue[str], progress: Progress) -> None:
-    """Call ``progress`` with what the workers report, until all are done or one has failed."""
-    pending: set[Future[_T]] = set(futures)
-    while pending:
-        done, pending = wait(pending, _INTERVAL, FIRST_EXCEPTION)
-        while not queue.empty():
-            progress(queue.get())
-        if any(future.exception() for future in done):
-            return
 
 
 def _call(function: Callable[..., _T], call: tuple[Any, ...]) -> _T:

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from segcal.cases.formats.arrays import NPY, NPZ
-from segcal.cases.formats.base import Array, ArrayFile, ArraySink, ArraySpec, Format, Geometry, reading
+from segcal.cases.formats.base import Array as Array
+from segcal.cases.formats.base import ArrayFile as ArrayFile
+from segcal.cases.formats.base import ArraySink, Format, reading
+from segcal.cases.formats.base import ArraySpec as ArraySpec
+from segcal.cases.formats.base import Geometry as Geometry
 from segcal.cases.formats.hdf5 import HDF5
 from segcal.cases.formats.nifti import NIFTI, NIFTI_GZ
 from segcal.cases.formats.png import PNG
@@ -15,20 +19,6 @@ from segcal.cases.formats.tiff import TIFF
 from segcal.cases.formats.zarr_store import ZARR
 from segcal.errors import DataError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path
-
-__all__ = [
-    "FORMATS",
-    "SCORE_FORMATS",
-    "Array",
-    "ArrayFile",
-    "ArraySpec",
-    "Format",
-    "Geometry",
-    "create_array",
-    "format_of",
-    "open_array",
-    "split_suffix",
-]
 
 #: All formats; the order is that of help texts and messages.
 FORMATS: tuple[Format, ...] = (
