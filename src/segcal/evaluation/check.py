@@ -255,23 +255,22 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
         if logits is not None and labels is not None:
             _add_voxels(report, logits, labels, mask)
             agreement.add(rows, logits, labels)
-    if note := agreement.note():
-        report.notes.append(note)
+    if agreement.better_transposed():
+        problem = "the labels fit the scores better transposed: wrong axis order? (axes = 'xyz')"
+        report.notes.append(f"case '{files.id}': {problem}")
 
 
 def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tensor | None) -> None:
     ignored = labels == report.ignore_index
+    valid = ~ignored if mask is None else ~ignored & mask
     report.voxels += labels.numel()
     report.ignored += int(ignored.sum())
-    report.masked += 0 if mask is None else int((~mask & ~ignored).sum())
+    report.masked += int((~valid & ~ignored).sum())
     for k, own in enumerate(report.statistics):
         part = slice(k, k + 1)
-        own.update(
-            logits[part], labels[part], ignore_index=report.ignore_index, mask=None if mask is None else mask[part]
-        )
+        own.update(logits[part], labels[part], ignore_index=None, mask=valid[part])
     if report.kind == "logits":
-        blank = (logits[:, 0] == 0) & (logits[:, 1] == 0) & ~ignored
-        blank = blank if mask is None else blank & mask
+        blank = (logits[:, 0] == 0) & (logits[:, 1] == 0) & valid
         if bool(blank.any()):
             report.blank += int((blank & (logits == 0).all(1)).sum())
 
@@ -289,33 +288,27 @@ class _Agreement:
     """
 
     def __init__(self, source: DiskCase) -> None:
-        self.id = source.id
-        symmetric = source.spatial == source.spatial[::-1] and len(source.spatial) > 1
+        self.symmetric = source.spatial == source.spatial[::-1] and len(source.spatial) > 1
         self.step = max(1, min(source.spatial) // _AGREEMENT_SIZE)
-        shape = [-(-size // self.step) for size in source.spatial]
-        self.maps = [torch.zeros(shape, dtype=torch.int16) for _ in range(2)] if symmetric else None
+        self.parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, rows: slice, logits: Tensor, labels: Tensor) -> None:
-        if self.maps:
-            first = -(-rows.start // self.step)
-            grid = (slice(first * self.step - rows.start, None, self.step),)
-            grid += (slice(None, None, self.step),) * (labels.ndim - 2)
-            everything: tuple[slice, ...] = (slice(None),)
-            taken = logits[0][everything + grid].argmax(0), labels[0][grid]
-            for whole, part in zip(self.maps, taken, strict=True):
-                whole[first : first + len(part)] = part.to(torch.int16)
+        if self.symmetric:
+            others = (slice(None, None, self.step),) * (labels.ndim - 2)
+            grid = (slice(None), slice(-rows.start % self.step, None, self.step), *others)
+            self.parts.append((logits[0][grid].argmax(0), labels[:1][grid][0]))
 
-    def note(self) -> str | None:
-        if not self.maps:
-            return None
-        prediction, labels = self.maps
-        foreground = labels > 0
+    def better_transposed(self) -> bool:
+        """Whether they do; False if some rows could not be read."""
+        if not self.parts:
+            return False
+        prediction, labels = (torch.cat(part) for part in zip(*self.parts, strict=True))
         flipped = labels.permute(*reversed(range(labels.ndim)))
-        straight = int((prediction == labels)[foreground].sum())
+        if flipped.shape != labels.shape:
+            return False
+        straight = int((prediction == labels)[labels > 0].sum())
         turned = int((prediction == flipped)[flipped > 0].sum())
-        if turned <= 1.5 * straight + 0.1 * int(foreground.sum()):
-            return None
-        return f"case '{self.id}': the labels fit the scores better transposed: wrong axis order? (axes = 'xyz')"
+        return turned > 1.5 * straight + 0.1 * int((labels > 0).sum())
 
 
 def _add_notes(report: CheckReport) -> None:

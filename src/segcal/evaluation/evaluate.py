@@ -16,7 +16,7 @@ import torch
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
 from segcal.errors import InputError, SegcalError, check_whole
-from segcal.evaluation.measure import SecondPasses, add_case_again, measure_case, reduced_rows, second_passes
+from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, reduced_rows, second_passes
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.evaluation.results import POOLED, Results, Row, mean_over_channels
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
@@ -105,19 +105,16 @@ def evaluate_many(
     workers = min(workers, len(cases))
     shares = [cases.shard(rank, workers) for rank in range(workers)]
     some = None if counted is None or set(counted) >= set(cases.ids) else frozenset(counted)
-    if workers == 1:
-        sums, others = _measure_share(cases, plan, calibrators, some, progress=progress), []
-    else:
-        sums, *others = in_workers(_measure_share, [(share, plan, calibrators, some) for share in shares], progress)
+    sums, *others = in_workers(_measure_share, [(share, plan, calibrators, some) for share in shares], progress)
     for other in others:
         for key, own in other.items():
             sums[key].merge(own)
-    second = {key: second_passes(plan, own.pooled, "pooled") for key, own in sums.items()}
+    second = {key: second_passes(plan, plan.columns_of("pooled"), own.pooled) for key, own in sums.items()}
     if any(second.values()):
         for share in in_workers(_second_share, [(share, plan, calibrators, second) for share in shares], progress):
             for key, passes in share.items():
-                for number, one in passes.items():
-                    second[key][number].merge(one)
+                for column, one in passes.items():
+                    second[key][column].merge(one)
     found = {key: _results(plan, cases, own, second[key]) for key, own in sums.items()}
     about = {name: {**_about(plan, cases, own), "groups": groups} for name, own in calibrators.items()}
     if cases.channel_names is None:
@@ -139,15 +136,13 @@ class _Sums:
     spreads: list[float] = field(default_factory=list)
     reliability: dict[str, dict[str, Any]] = field(default_factory=dict)  # by case and region
 
-    def add(self, case: str, rows: list[Row], statistics: VoxelStatistics, counted: bool) -> None:
-        """Add a case."""
-        self.rows += rows
-        self.balances.append(confidence_balance(statistics))
-        self.spreads.append(free_energy_std(statistics))
-        self.reliability[case] = {region: _bins(statistics, region) for region in (EVERYTHING, *statistics.regions)}
-        self.pooled.merge(statistics)
-        if counted and self.counted is not self.pooled:
-            self.counted.merge(statistics)
+    @classmethod
+    def of(cls, case: str, rows: list[Row], statistics: VoxelStatistics, counted: bool) -> _Sums:
+        """What one case gave."""
+        balance, spread = confidence_balance(statistics), free_energy_std(statistics)
+        bins = {region: _bins(statistics, region) for region in (EVERYTHING, *statistics.regions)}
+        used = statistics if counted else statistics.empty_like()
+        return cls(statistics, used, rows, [balance], [spread], {case: bins})
 
     def merge(self, other: _Sums) -> None:
         """Add other cases."""
@@ -170,7 +165,7 @@ def _measure_share(
     for channel, case, own in _channels(cases, calibrators, progress):
         with _at(cases, case, channel) as threads:
             for name, (rows, statistics) in measure_case(plan, case, own, threads).items():
-                sums[name, channel].add(case.id, rows, statistics, counted is None or case.id in counted)
+                sums[name, channel].merge(_Sums.of(case.id, rows, statistics, counted is None or case.id in counted))
         del case  # Otherwise it would stay in memory while the next one is read.
     return sums
 
@@ -178,10 +173,10 @@ def _measure_share(
 def _second_share(
     cases: CaseSet, plan: Plan, calibrators: _Calibrators, second: Mapping[_Key, SecondPasses], *, progress: Progress
 ) -> dict[_Key, SecondPasses]:
-    found = {key: {number: one.empty_like() for number, one in passes.items()} for key, passes in second.items()}
+    found = {key: {column: one.empty_like() for column, one in passes.items()} for key, passes in second.items()}
     for channel, case, own in _channels(cases, calibrators, progress):
         with _at(cases, case, channel) as threads:
-            add_case_again(plan, case, own, {name: found[name, channel] for name in own}, threads)
+            CaseVoxels(plan, case, own, threads).add_again({name: found[name, channel] for name in own})
         del case
     return found
 

@@ -18,9 +18,10 @@ from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import ArraySpec, Geometry, open_array
 from segcal.cases.output import OutputFolder
-from segcal.errors import InputError, SegcalError
+from segcal.errors import SegcalError
 from segcal.files.atomic import file_name
 from segcal.kernels import Voxels
+from segcal.kernels.checks import check_tensors
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions
 from segcal.types import Case, row_slices
@@ -198,16 +199,8 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
         >>> [part.columns.shape for part in parts]
         [torch.Size([3, 4])]
     """
-    if logits.ndim < 2 or not logits.is_floating_point():
-        raise InputError(
-            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
-            expected="(N, C, *spatial), floating point",
-        )
-    expected = logits.shape[:1] + logits.shape[2:]
-    for name, tensor in (("labels", labels), ("valid", valid)):
-        if tensor.shape != expected:
-            raise InputError(f"{name} has shape {tuple(tensor.shape)}", expected=f"{tuple(expected)} for these logits")
-    whole = logits.detach()
+    check_tensors(logits.shape[1] if logits.ndim > 1 else 0, logits, labels, valid, None, None)
+    whole, given = logits.detach(), labels.shape
     if logits.ndim == 2:
         whole, labels, valid = whole.t()[None], labels[None], valid[None]
     # MPS has no float64, so its tensors are processed on the CPU.
@@ -221,5 +214,5 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
             item, row, *rest = bad.nonzero()[0].tolist()
             voxel = int(np.ravel_multi_index((item, row + rows.start, *rest), tuple(labels.shape)))
             # The same error as that of the kernels.
-            raise Voxels(logits, labels.reshape(expected)).bad_voxel(voxel)
+            raise Voxels(logits, labels.reshape(given)).bad_voxel(voxel)
         yield part

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from segcal.cases.calibrated import AnyCalibrator, as_calibrator, case_scores
-from segcal.evaluation.plan import LOCAL, Plan, metric_spec
+from segcal.evaluation.plan import LOCAL, Plan
 from segcal.evaluation.results import POOLED, Row
 from segcal.kernels import AffineMap
-from segcal.metrics import METRICS, Aggregation, Column, Measure, SecondPass
+from segcal.metrics import METRICS, Column, Measure, SecondPass
 from segcal.metrics.surfaces import class_mean, foreground, surface_distances
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions, Window
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import Case, row_slices
 
-# The second passes that metrics need, by the number of their column.
-SecondPasses = dict[int, SecondPass]
+# The second passes that metrics need, by the key of their column.
+SecondPasses = dict[tuple[str, str], SecondPass]
 
 
 class CaseVoxels:
@@ -31,7 +32,7 @@ class CaseVoxels:
     ``threads`` are for calibrators and kernels. All else is light work, which is faster on one thread.
     """
 
-    def __init__(self, plan: Plan, case: Case, threads: int) -> None:
+    def __init__(self, plan: Plan, case: Case, calibrators: Mapping[Any, AnyCalibrator], threads: int) -> None:
         self.case, self.threads = case, threads
         self.where = CaseRegions(
             _narrow_labels(case),
@@ -45,6 +46,7 @@ class CaseVoxels:
             name: self.where.mask(plan.masks[name](case) if name in plan.masks else name) for name in plan.regions
         }
         self.distance = self.where.distance if "distance" in plan.needs else None
+        self.views = {name: CalibratedCase(self, calibrator) for name, calibrator in calibrators.items()}
 
     def windows(self) -> Iterator[tuple[Window, Tensor]]:
         """The whole case in pieces of some rows each, with their logits."""
@@ -53,25 +55,33 @@ class CaseVoxels:
             window = (rows, *columns)
             yield window, self.logits(window)
 
+    def pieces(self) -> Iterator[tuple[Any, CalibratedCase, Window, Tensor]]:
+        """Every window with every calibrator, by name: the scores are read once for all of them."""
+        for window, logits in self.windows():
+            for name, view in self.views.items():
+                yield name, view, window, logits
+
     def logits(self, window: Window) -> Tensor:
         """The uncalibrated scores in a window."""
-        columns = (slice(None), slice(None), slice(None), *window[1:])
-        return self.case.rows("logits", window[0])[columns]  # type: ignore[no-any-return]
+        index = (..., *window[1:])
+        return self.case.rows("logits", window[0])[index]  # type: ignore[no-any-return]
+
+    def add_again(self, second: Mapping[str, SecondPasses]) -> None:
+        """Add the whole case to the second passes of every calibrator."""
+        for name, view, window, logits in self.pieces():
+            view.add_again(second[name], window, logits)
 
 
 def _narrow_labels(case: Case) -> Tensor:
     """The labels ``(N, *spatial)`` of a case, as int16 unless some do not fit."""
-    fits, labels = torch.iinfo(torch.int16), None
+    fits, parts = torch.iinfo(torch.int16), []
     for rows in row_slices(case.shape):
-        some: Tensor = case.rows("labels", rows)
-        if labels is None:
-            labels = torch.empty(case.shape[:1] + case.shape[2:], dtype=torch.int16, device=some.device)
-        low, high = (int(value) for value in some.aminmax())
+        labels: Tensor = case.rows("labels", rows)
+        low, high = (int(value) for value in labels.aminmax())
         if low < fits.min or high > fits.max:
             return case.labels
-        labels[:, rows] = some
-    assert labels is not None, "cases have rows"
-    return labels
+        parts.append(labels.to(torch.int16))
+    return torch.cat(parts, 1)
 
 
 class Scores(NamedTuple):
@@ -99,8 +109,8 @@ class CalibratedCase:
         if self.calibrator is None or self.score_map is not None:
             return Scores(logits, self.score_map, None)
         if self.calibrator.spatial:
-            columns = (slice(None), slice(None), slice(None), *window[1:])
-            mapped = self._whole[:, :, window[0]][columns]
+            index = (slice(None), slice(None), *window)
+            mapped = self._whole[index]
         else:
             with torch_threads(self.voxels.threads), torch.no_grad():
                 mapped = self.calibrator(logits)
@@ -145,89 +155,61 @@ def measure_case(
     plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], threads: int
 ) -> dict[str, tuple[list[Row], VoxelStatistics]]:
     """All rows and the statistics of a case, by calibrator. The scores are read once, or twice for exact bins."""
-    voxels = CaseVoxels(plan, case, threads)
-    views = {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
-    statistics = {name: plan.statistics(case.shape[1], threads) for name in views}
-    for window, logits in voxels.windows():
-        for name, view in views.items():
-            view.add_to(statistics[name], window, logits)
-    second = {name: second_passes(plan, own, "per-image") for name, own in statistics.items()}
+    voxels = CaseVoxels(plan, case, calibrators, threads)
+    statistics = {name: plan.statistics(case.shape[1], threads) for name in calibrators}
+    for name, view, window, logits in voxels.pieces():
+        view.add_to(statistics[name], window, logits)
+    second = {name: second_passes(plan, plan.columns_of("per-image"), own) for name, own in statistics.items()}
     if any(second.values()):
-        _add_again(voxels, views, second)
-    return {
-        name: (
-            [
-                *reduced_rows(plan, case.id, statistics[name], second[name]),
-                *_local_rows(plan, view),
-                *_surface_rows(plan, view),
-            ],
-            statistics[name],
-        )
-        for name, view in views.items()
-    }
+        voxels.add_again(second)
+    found = {}
+    for name, view in voxels.views.items():
+        rows = reduced_rows(plan, case.id, statistics[name], second[name])
+        found[name] = [*rows, *_local_rows(plan, view), *_surface_rows(plan, view)], statistics[name]
+    return found
 
 
-def second_passes(plan: Plan, statistics: VoxelStatistics, how: Aggregation) -> SecondPasses:
-    """Empty second passes for the columns that need one, if the plan asks for exact values."""
-    found = {
-        number: second_pass(column, statistics, column.region)
-        for number, column in (plan.columns_of(how) if plan.exact else ())
-        if column.region != LOCAL
-    }
-    return {number: one for number, one in found.items() if one is not None}
-
-
-def second_pass(column: Column, statistics: VoxelStatistics, region: str) -> SecondPass | None:
-    """The empty second pass that makes a column exact, or None where its metric is exact already."""
-    make = METRICS[column.metric].second_pass
-    return None if make is None else make(statistics, region=region, **column.options)
-
-
-def add_case_again(
-    plan: Plan, case: Case, calibrators: Mapping[str, AnyCalibrator], second: Mapping[str, SecondPasses], threads: int
-) -> None:
-    """Add a case to the second passes of every calibrator."""
-    voxels = CaseVoxels(plan, case, threads)
-    views = {name: CalibratedCase(voxels, calibrator) for name, calibrator in calibrators.items()}
-    _add_again(voxels, views, second)
-
-
-def _add_again(voxels: CaseVoxels, views: Mapping[str, CalibratedCase], second: Mapping[str, SecondPasses]) -> None:
-    for window, logits in voxels.windows():
-        for name, view in views.items():
-            view.add_again(second[name], window, logits)
+def second_passes(plan: Plan, columns: Sequence[Column], statistics: VoxelStatistics) -> SecondPasses:
+    """Empty second passes for the columns that need one to be exact, if the plan asks for exact values."""
+    found = {}
+    for column in columns if plan.exact else ():
+        make = METRICS[column.metric].second_pass
+        one = None if make is None else make(statistics, region=column.region, **column.options)
+        if one is not None:
+            found[column.key] = one
+    return found
 
 
 def reduced_rows(plan: Plan, case: str | None, statistics: VoxelStatistics, second: SecondPasses) -> list[Row]:
     """The metrics that are computed from statistics."""
-    rows = []
-    for number, column in plan.columns_of("pooled" if case is POOLED else "per-image"):
-        spec = metric_spec(column.metric)
-        if column.region != LOCAL and "surfaces" not in spec.needs:
-            exact = {"exact": second[number]} if number in second else {}
-            value = spec.function(statistics, region=column.region, **column.options, **exact)
-            rows.append(Row(case, column.region, column.id, float(value), value.count))
-    return rows
+    columns = plan.columns_of("pooled" if case is POOLED else "per-image")
+    values = zip(columns, _reduced(columns, statistics, second), strict=True)
+    return [Row(case, column.region, column.id, float(value), value.count) for column, value in values]
+
+
+def _reduced(columns: Sequence[Column], statistics: VoxelStatistics, second: SecondPasses) -> list[Measure]:
+    found = []
+    for column in columns:
+        exact = {"exact": second[column.key]} if column.key in second else {}
+        function = METRICS[column.metric].function
+        found.append(function(statistics, region=column.region, **column.options, **exact))
+    return found
 
 
 def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
     """Mean and maximum over random patches (Ding et al.)."""
-    columns = [column for column in plan.columns if column.region == LOCAL]
+    columns = [replace(column, region=EVERYTHING) for column in plan.columns if column.region == LOCAL]
     if not columns:
         return []
-    voxels = view.voxels
-    values: list[list[float]] = [[] for _ in columns]
+    voxels, patches = view.voxels, []
     for part in voxels.where.parts(LOCAL):
         statistics, logits = plan.statistics(voxels.case.shape[1], voxels.threads), voxels.logits(part.window)
         view.add_to(statistics, part.window, logits)
-        for column, found in zip(columns, values, strict=True):
-            exact = {}
-            if plan.exact and (one := second_pass(column, statistics, EVERYTHING)):
-                view.add_again({0: one}, part.window, logits)
-                exact = {"exact": one}
-            found.append(metric_spec(column.metric).function(statistics, **column.options, **exact))
+        if second := second_passes(plan, columns, statistics):
+            view.add_again(second, part.window, logits)
+        patches.append(_reduced(columns, statistics, second))
     rows = []
-    for column, found in zip(columns, values, strict=True):
+    for column, found in zip(columns, zip(*patches, strict=True), strict=True):
         mean = Measure.mean(found)
         largest = max((value for value in found if value == value), default=float("nan"))
         rows.append(Row(voxels.case.id, "local-mean", column.id, float(mean), mean.count))
@@ -248,11 +230,11 @@ def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
     # The mask leaves out ignored voxels.
     spacing = case.spacing
     distances = surface_distances(prediction, labels, case.shape[1], spacing=spacing, ignore_index=None, mask=valid)
+    missed = int(foreground(distances.missed, plan.background).sum())
     rows = []
     for column in plan.columns:
-        spec = metric_spec(column.metric)
+        spec = METRICS[column.metric]
         if "surfaces" in spec.needs:
             value = class_mean(spec.function(distances, **column.options), plan.background)
-            missed = int(foreground(distances.missed, plan.background).sum())
             rows.append(Row(case.id, EVERYTHING, column.id, float(value), value.count, missed))
     return rows

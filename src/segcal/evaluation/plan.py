@@ -54,9 +54,10 @@ class Plan:
         different = {(column.id, column.region, column.aggregation): column for column in columns}
         return cls(tuple(different.values()), masks, seed, exact, background)
 
-    def columns_of(self, how: Aggregation) -> list[tuple[int, Column]]:
-        """The columns that have values per image, or a pooled one, with their numbers."""
-        return [(n, column) for n, column in enumerate(self.columns) if column.aggregation in (None, how)]
+    def columns_of(self, how: Aggregation) -> list[Column]:
+        """The columns that are computed from the statistics of an image, or from pooled ones."""
+        reduced = (column for column in self.columns if column.region != LOCAL and not _of_surfaces(column))
+        return [column for column in reduced if column.aggregation in (None, how)]
 
     @property
     def without_background(self) -> tuple[str, ...]:
@@ -104,10 +105,9 @@ def columns_in(metrics: Sequence[str], regions: Sequence[str]) -> list[Column]:
         >>> [(column.id, column.region) for column in columns_in(("hd95", "ece"), ("everything", "boundary"))]
         [('ece', 'everything'), ('ece', 'boundary'), ('hd95', 'everything')]
     """
-    parsed = [parse_metric(metric) for metric in metrics]
-    whole = [one for one in parsed if "surfaces" in metric_spec(one[0]).needs]
-    columns = [Column(id, region, options=o) for region in regions for id, o in parsed if (id, o) not in whole]
-    return [*columns, *(Column(id, options=o) for id, o in whole)]
+    parsed = [Column(id, options=options) for id, options in map(parse_metric, metrics)]
+    columns = [replace(one, region=region) for region in regions for one in parsed if not _of_surfaces(one)]
+    return [*columns, *filter(_of_surfaces, parsed)]
 
 
 def parse_metric(text: str) -> tuple[str, dict[str, Any]]:
@@ -136,12 +136,16 @@ def parse_metric(text: str) -> tuple[str, dict[str, Any]]:
 def _checked(column: Column, regions: Sequence[str]) -> Column:
     spec = metric_spec(column.metric)
     check_name("region", column.region, regions)
-    whole = "surfaces" in spec.needs
+    whole = _of_surfaces(column)
     if whole and column.region != EVERYTHING:
         raise InputError(f"metric '{spec.id}' in region '{column.region}'", expected="surfaces of whole cases")
     if column.aggregation == "pooled" and (whole or column.region == LOCAL):
         raise InputError(f"metric '{spec.id}' in region '{column.region}', pooled", expected="a value for every image")
     return replace(column, options=check_options(spec, column.options))
+
+
+def _of_surfaces(column: Column) -> bool:
+    return "surfaces" in metric_spec(column.metric).needs
 
 
 def metric_spec(id: str) -> MetricSpec:

@@ -21,7 +21,7 @@ from segcal.calibrators.per_channel import for_each_channel
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole
-from segcal.evaluation.measure import CalibratedCase, CaseVoxels
+from segcal.evaluation.measure import CaseVoxels
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.fitting.data import VoxelBudget
 from segcal.fitting.expert_exact import SAMPLE_VOXELS
@@ -274,12 +274,10 @@ def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Val
     found: list[list[Values]] = [[] for _ in calibrators]
     for case in cases:
         try:
-            voxels = CaseVoxels(plan, case, threads)
-            views = [CalibratedCase(voxels, one) for one in calibrators]
+            voxels = CaseVoxels(plan, case, dict(enumerate(calibrators)), threads)
             own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
-            for window, logits in voxels.windows():
-                for view, statistics in zip(views, own, strict=True):
-                    view.add_to(statistics, window, logits)
+            for index, view, window, logits in voxels.pieces():
+                view.add_to(own[index], window, logits)
         except SegcalError as error:
             raise error.at(case=case.id) from None
         for values, statistics in zip(found, own, strict=True):
