@@ -10,7 +10,7 @@ import pytest
 import segcal.cli
 from datasets import plain
 from segcal.cli import console
-from segcal.cli.interrupt import kept
+from segcal.cli.console import kept
 
 
 def test_a_line_a_minute_says_where_a_long_command_is_and_a_short_one_says_nothing(capsys):
@@ -98,7 +98,7 @@ SCRIPT = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from segcal.cli.interrupt import stoppable
+from segcal.cli.console import stoppable
 
 @stoppable
 def command(output, resume=False):

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-import segcal.cli.study
+import segcal.cli.compare
 from report.example import document, harm
 from segcal.study import Study
 
@@ -12,9 +12,9 @@ from segcal.study import Study
 def printed(study, monkeypatch, tmp_path, width=200):
     """What the terminal shows, with its colours."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
-    for module in (segcal.cli.console, segcal.cli.study):
+    for module in (segcal.cli.console, segcal.cli.compare):
         monkeypatch.setattr(module, "out", console)
-    segcal.cli.study.show_study(Study(study), tmp_path / "index.html")
+    segcal.cli.compare.show_study(Study(study), tmp_path / "index.html")
     return console.file.getvalue()
 
 

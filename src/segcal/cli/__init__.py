@@ -8,12 +8,11 @@ from collections.abc import Callable
 import typer
 
 from segcal.cli.compare import compare_command
-from segcal.cli.console import show_error
+from segcal.cli.console import show_error, stoppable
 from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
-from segcal.cli.interrupt import stoppable
 from segcal.cli.train import convert_command, train_command
 from segcal.errors import SegcalError
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, BadParameter, Exit, Option
 
 from segcal import synthetic
 from segcal.cases import CaseSet, open_cases, write_dataset
@@ -25,35 +25,35 @@ from segcal.files.atomic import check_writable
 from segcal.metrics import confidence_balance
 
 Data = Annotated[
-    Path, typer.Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
+    Path, Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
 ]
 Layout = Annotated[
     Literal["plain", "nnunet"] | None,
-    typer.Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is."),
+    Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is."),
 ]
-Labels = Annotated[Path | None, typer.Option(help="Folder of the ground truth, if it is not DATA/labels.")]
-Workers = Annotated[int, typer.Option(min=1, help="Number of processes that share the work.")]
+Labels = Annotated[Path | None, Option(help="Folder of the ground truth, if it is not DATA/labels.")]
+Workers = Annotated[int, Option(min=1, help="Number of processes that share the work.")]
 FormatOption = Annotated[
     str,
-    typer.Option(
+    Option(
         help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for stores and huge volumes."
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Skip outputs that are finished and intact.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Resume = Annotated[bool, Option("--resume", help="Skip outputs that are finished and intact.")]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of tables.")]
 
 
 def seed_option(help: str) -> Any:
     """The option ``--seed`` of a command."""
     # Not checked by typer, which would print the long range in the help.
-    return typer.Option(callback=_checked_seed, help=help)
+    return Option(callback=_checked_seed, help=help)
 
 
 def _checked_seed(seed: int) -> int:
     try:
         check_seed(seed)
     except InputError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadParameter(str(error)) from None
     return seed
 
 
@@ -115,15 +115,15 @@ def check_command(data: Data, layout: Layout = None, labels: Labels = None, as_j
     else:
         show_check(report)
     if report.problems:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def pack_command(
     data: Data,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new, empty, or with --resume.")],
+    output: Annotated[Path, Argument(metavar="OUT", help="The folder to write; new, empty, or with --resume.")],
     layout: Layout = None,
     labels: Labels = None,
-    dtype: Annotated[StoredType, typer.Option(help="float16 halves the size and keeps every argmax.")] = "float16",
+    dtype: Annotated[StoredType, Option(help="float16 halves the size and keeps every argmax.")] = "float16",
     format: FormatOption = "npy",
     resume: Resume = False,
 ) -> None:
@@ -149,10 +149,10 @@ def pack_command(
 
 
 def scenes_command(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; new or empty.")],
-    volumes: Annotated[bool, typer.Option("--volumes", help="Write the 12 volumes instead of the 64 images.")] = False,
+    output: Annotated[Path, Argument(metavar="OUT", help="The folder to write; new or empty.")],
+    volumes: Annotated[bool, Option("--volumes", help="Write the 12 volumes instead of the 64 images.")] = False,
     seed: Annotated[int, seed_option("The same seed gives the same scenes.")] = 0,
-    dtype: Annotated[StoredType, typer.Option(help="Precision of the stored logits.")] = "float32",
+    dtype: Annotated[StoredType, Option(help="Precision of the stored logits.")] = "float32",
     format: FormatOption = "npy",
 ) -> None:
     """Write synthetic scenes as a dataset: images, labels, overconfident logits, and the true posterior.

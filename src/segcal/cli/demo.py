@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
+from typer import Option
 
 from segcal import synthetic
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet, open_cases, write_dataset
 from segcal.cases.calibrated import score_pieces
+from segcal.cli.compare import show_study
 from segcal.cli.console import out, progress, study_progress
 from segcal.cli.data import seed_option, show_check
 from segcal.cli.evaluate import show_results
-from segcal.cli.study import show_study
 from segcal.errors import OutputError
 from segcal.evaluation.check import check
 from segcal.evaluation.evaluate import evaluate
@@ -39,7 +38,7 @@ _SCENES, _REPORT = "scenes", "report"
 
 def demo_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write to. An earlier demo in it is replaced.")
+        Path, Option("--output", "-o", help="Folder to write to. An earlier demo in it is replaced.")
     ] = Path("segcal-demo"),
     seed: Annotated[int, seed_option("The same seed gives the same scenes.")] = 0,
 ) -> None:
@@ -50,8 +49,13 @@ def demo_command(
 
     Example: segcal demo
     """
-    with _demo_folder(output):
-        _demonstrate(output / _SCENES, output / _REPORT, seed)
+    with OwnFolder(output, "a demo", shared=True) as own:
+        _remove_earlier(own)
+        own.begin()
+        try:
+            _demonstrate(output / _SCENES, output / _REPORT, seed)
+        finally:  # What was written is recorded even if the demo fails.
+            own.note({"wrote": _states(output)})
 
 
 def _demonstrate(data: Path, report: Path, seed: int) -> None:
@@ -100,18 +104,6 @@ def _true_error(cases: CaseSet, calibrator: Calibrator | None) -> synthetic.True
         for rows, scores in score_pieces(case, calibrator):
             error += synthetic.true_calibration_error(scores.log_softmax(1), case.posterior[:, :, rows])
     return error
-
-
-@contextmanager
-def _demo_folder(output: Path) -> Iterator[None]:
-    """Remove what an earlier demo wrote, and record what this one writes, even if it fails."""
-    with OwnFolder(output, "a demo", shared=True) as own:
-        _remove_earlier(own)
-        own.begin()
-        try:
-            yield
-        finally:
-            own.note({"wrote": _states(output)})
 
 
 def _remove_earlier(own: OwnFolder) -> None:

@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from rich.markup import escape
+from typer import Option
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
@@ -24,8 +24,8 @@ from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.metrics.diagnosis import channels_in_words
 from segcal.regions import REGIONS
 
-Metrics = Annotated[str, typer.Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
-Regions = Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
+Metrics = Annotated[str, Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
+Regions = Annotated[str, Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
 Part = Literal["calibration", "validation", "test"]
 _METRICS = ",".join(DEFAULT_METRICS)
 
@@ -34,24 +34,16 @@ def evaluate_command(
     data: Data,
     layout: Layout = None,
     labels: Labels = None,
-    split: Annotated[Part | None, typer.Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
-    calibrator: Annotated[Path | None, typer.Option(help="Evaluate with this calibrator (segcal fit).")] = None,
+    split: Annotated[Part | None, Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
+    calibrator: Annotated[Path | None, Option(help="Evaluate with this calibrator (segcal fit).")] = None,
     metrics: Metrics = _METRICS,
     regions: Regions = "everything,boundary",
-    preset_id: Annotated[
-        str | None, typer.Option("--preset", help="A paper's table instead: " + ", ".join(PRESETS) + ".")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the results as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the tidy rows as CSV.")] = None,
-    plots: Annotated[
-        Path | None, typer.Option(help="Draw diagrams, and maps of the worst cases, into this folder.")
-    ] = None,
-    maps: Annotated[
-        Path | None, typer.Option(help="Write voxel maps (confidence, error, balance, band) into this folder.")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Exact equal-mass bins (ace-adaptive, tace): reads every case twice.")
-    ] = False,
+    preset_id: Annotated[str | None, Option("--preset", help="A paper's table: " + ", ".join(PRESETS) + ".")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Write the results as JSON.")] = None,
+    csv: Annotated[Path | None, Option(help="Write the tidy rows as CSV.")] = None,
+    plots: Annotated[Path | None, Option(help="Draw diagrams, and maps of the worst cases, into this folder.")] = None,
+    maps: Annotated[Path | None, Option(help="Folder for voxel maps (confidence, error, balance, band).")] = None,
+    exact: Annotated[bool, Option("--exact", help="Exact bins (ace-adaptive, tace): reads every case twice.")] = False,
     workers: Workers = 1,
     seed: Annotated[int, seed_option("Seed of the local patches.")] = 0,
     as_json: Json = False,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from segcal.calibrators import CALIBRATORS, Calibrator, load
 from segcal.cases import CaseSet, Split
@@ -19,7 +19,8 @@ from segcal.cli.console import new_table, out, progress, show_notes, show_table,
 from segcal.cli.data import Data, Json, Labels, Layout, Resume, check_files, open_data, seed_option
 from segcal.errors import InputError, check_name
 from segcal.evaluation.apply import apply
-from segcal.evaluation.evaluate import evaluate
+from segcal.evaluation.evaluate import evaluate_many
+from segcal.evaluation.plan import Plan
 from segcal.files.plain import plain
 from segcal.fitting.data import VoxelBudget
 from segcal.study.settings import Select
@@ -32,24 +33,18 @@ _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
 
 def fit_command(
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File for the calibrator, such as cal.safetensors.")],
-    method: Annotated[str, typer.Option(help="One of: " + ", ".join(CALIBRATORS) + ".")] = "ts",
+    output: Annotated[Path, Option("--output", "-o", help="File for the calibrator, such as cal.safetensors.")],
+    method: Annotated[str, Option(help="One of: " + ", ".join(CALIBRATORS) + ".")] = "ts",
     layout: Layout = None,
     labels: Labels = None,
     tune_by: Annotated[
         Select | None,
-        typer.Option("--tune", help="Choose the strength of regularisation by this metric, on images left out."),
+        Option("--tune", help="Choose the strength of regularisation by this metric, on images left out."),
     ] = None,
-    voxels: Annotated[
-        VoxelBudget, typer.Option(help="'auto' may fit to a sample of the voxels; 'all' is exact.")
-    ] = "auto",
+    voxels: Annotated[VoxelBudget, Option(help="'auto' may fit to a sample of the voxels; 'all' is exact.")] = "auto",
     test: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Share of the cases to hold out for the table (default 0.3); 0 fits to all. Not with \\[splits].",
-        ),
+        Option(min=0, max=1, help="Share of cases to hold out (default 0.3); 0 fits to all. Not with \\[splits]."),
     ] = None,
     seed: Annotated[int, seed_option("Seed of the split and of the fit.")] = 0,
     as_json: Json = False,
@@ -107,14 +102,14 @@ def fit_command(
 
 def _before_and_after(calibrator: Calibrator, cases: CaseSet) -> dict[str, dict[str, dict[str, float]]]:
     """Metrics before and after calibration, of the whole ("") and of each channel of multi-label data."""
+    plan = Plan.make(_SHOWN, background=cases.background)
+    with progress("evaluating before and after", len(cases)) as step:
+        found = evaluate_many(plan, cases, {"before": None, "after": calibrator}, progress=step)
     shown: dict[str, dict[str, dict[str, float]]] = {}
-    for name, chosen in (("before", None), ("after", calibrator)):
-        with progress(f"evaluating {name}", len(cases)) as step:
-            results = evaluate(cases, chosen, metrics=_SHOWN, progress=step)
-        for channel in ("", *results.channels):
-            shown.setdefault(channel, {})[name] = {
-                metric: results.value(metric, channel=channel) for metric in _SHOWN if chosen or metric != "flip"
-            }
+    for channel in ("", *found["after"].channels):
+        values = {name: {m: own.value(m, channel=channel) for m in _SHOWN} for name, own in found.items()}
+        del values["before"]["flip"]  # There is nothing to compare with.
+        shown[channel] = values
     return shown
 
 
@@ -136,12 +131,12 @@ def _split(cases: CaseSet, test: float | None, seed: int) -> Split:
 
 
 def apply_command(
-    calibrator: Annotated[Path, typer.Argument(metavar="CALIBRATOR", help="A file of segcal fit or compare.")],
+    calibrator: Annotated[Path, Argument(metavar="CALIBRATOR", help="A file of segcal fit or compare.")],
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty, unless --resume.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder to write; new or empty, unless --resume.")],
     layout: Layout = None,
-    dtype: Annotated[StoredType, typer.Option(help="Precision of the written scores.")] = "float32",
-    confidence: Annotated[bool, typer.Option("--confidence", help="Also write confidence maps.")] = False,
+    dtype: Annotated[StoredType, Option(help="Precision of the written scores.")] = "float32",
+    confidence: Annotated[bool, Option("--confidence", help="Also write confidence maps.")] = False,
     resume: Resume = False,
 ) -> None:
     """Write calibrated probabilities in the format and geometry of the input. Needs no labels.

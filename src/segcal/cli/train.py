@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from segcal.cli.console import new_table, out, progress, show_table, waiting
 from segcal.cli.data import seed_option
@@ -14,8 +14,8 @@ from segcal.training import Trainer, convert, load_config
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file with at least 'data' and 'output'.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    config: Annotated[Path, Argument(metavar="CONFIG", help="A TOML file with at least 'data' and 'output'.")],
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = False,
 ) -> None:
     """Train a network with any of segcal's losses.
 
@@ -46,13 +46,13 @@ def train_command(
 
 
 def convert_command(
-    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="An npz file with encoded images and labels.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write to; new or empty.")],
-    patients: Annotated[int | None, typer.Option(min=1, help="Use only this many patients, drawn at random.")] = None,
+    packed: Annotated[Path, Argument(metavar="PACKED", help="An npz file with encoded images and labels.")],
+    output: Annotated[Path, Argument(metavar="OUT", help="Folder to write to; new or empty.")],
+    patients: Annotated[int | None, Option(min=1, help="Use only this many patients, drawn at random.")] = None,
     seed: Annotated[int, seed_option("Seed of the draw and of the 70/10/20 split.")] = 0,
-    groups: Annotated[str, typer.Option(help="Regular expression for the patient in a file name.")] = r"^([^_]+)",
-    class_names: Annotated[str | None, typer.Option(help="Comma-separated; not needed for acdc and camvid.")] = None,
-    ignore_index: Annotated[int | None, typer.Option(help="The ignored label; default 255, or 11 for camvid.")] = None,
+    groups: Annotated[str, Option(help="Regular expression for the patient in a file name.")] = r"^([^_]+)",
+    class_names: Annotated[str | None, Option(help="Comma-separated; not needed for acdc and camvid.")] = None,
+    ignore_index: Annotated[int | None, Option(help="The ignored label; default 255, or 11 for camvid.")] = None,
 ) -> None:
     """Unpack an image dataset for training.
 

@@ -15,7 +15,7 @@ from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes, score_pieces
 from segcal.cases.formats import ArraySpec
 from segcal.cases.output import OutputFolder, score_path, write_scores
-from segcal.errors import SegcalError
+from segcal.errors import naming
 from segcal.files.atomic import file_name
 from segcal.types import Case
 
@@ -70,12 +70,10 @@ def apply(
             if output.finished(score_path(case), case) and (not confidence or output.finished(map_path, case)):
                 report.skipped += 1
                 continue
-            try:
+            with naming(case=case.id):
                 write_scores(output, case, _counted_pieces(calibrator, case, report), dtype)
                 if confidence:
                     _write_confidence(calibrator, case, output, map_path)
-            except SegcalError as error:
-                raise error.at(case=case.id) from None
             report.written += 1
             del case
     return report

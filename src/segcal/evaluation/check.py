@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ from segcal.metrics.diagnosis import verdict, verdicts_in_words
 from segcal.parallel.threads import torch_threads
 from segcal.statistics import VoxelStatistics
 from segcal.types import Case, row_slices
-
-T = TypeVar("T")
 
 # Voxels along each axis of the grid on which labels and prediction are compared with their transposes.
 _AGREEMENT_SIZE = 64
@@ -92,11 +90,6 @@ class CheckReport:
         return float(Measure.mean(metric(own) for own in self.statistics))
 
     @property
-    def confidence(self) -> float:
-        """Mean confidence."""
-        return self.mean(_confidence)
-
-    @property
     def channel_names(self) -> tuple[str, ...]:
         """The channels of multi-label data; empty for ordinary data."""
         if not self.multilabel:
@@ -108,7 +101,11 @@ class CheckReport:
         """What each channel of multi-label data holds."""
         rows = zip(self.channel_names, self.statistics, self.label_counts, self.predicted_counts, strict=False)
         return [
-            {"name": name, "valid": own.count(), "labels": labels, "predicted": predicted, **_glance(own)}
+            {
+                **{"name": name, "valid": own.count(), "labels": labels, "predicted": predicted},
+                **{id: float(metric(own)) for id, metric in GLANCE.items()},
+                "verdict": verdict(confidence_balance(own)),
+            }
             for name, own, labels, predicted in rows
         ]
 
@@ -152,11 +149,6 @@ GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
     "nll": nll,
     "entropy": entropy,
 }
-
-
-def _glance(statistics: VoxelStatistics) -> dict[str, Any]:
-    found = {name: float(metric(statistics)) for name, metric in GLANCE.items()}
-    return {**found, "verdict": verdict(confidence_balance(statistics))}
 
 
 def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:
@@ -213,7 +205,7 @@ def _usual_channels(found: Found) -> int | None:
 def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
     failed: set[str] = set()
 
-    def attempt(name: str, read: Callable[[], T]) -> T | None:
+    def attempt(name: str, read: Callable[[], Any]) -> Any:
         """Read, and report the first problem of each kind of file. Any exception is a problem of this case only."""
         if name in failed:
             return None

@@ -15,7 +15,7 @@ import torch
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
-from segcal.errors import InputError, SegcalError, check_whole
+from segcal.errors import InputError, check_whole, naming
 from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, reduced_rows, second_passes
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.evaluation.results import POOLED, Results, Row, mean_over_channels
@@ -200,12 +200,9 @@ def _channels(
 def _at(cases: CaseSet, case: Case, channel: int) -> Iterator[int]:
     """One torch thread for light work; gives the number for heavy work. Errors name the case and the channel."""
     threads = torch.get_num_threads()
-    try:
-        with torch_threads(1):
-            yield threads
-    except SegcalError as error:
-        where = f"channel '{cases.channel_names[channel]}'" if cases.channel_names else None
-        raise error.at(case=case.id, where=where) from None
+    where = f"channel '{cases.channel_names[channel]}'" if cases.channel_names else None
+    with naming(case=case.id, where=where), torch_threads(1):
+        yield threads
 
 
 def _results(plan: Plan, cases: CaseSet, sums: _Sums, second: SecondPasses) -> Results:

@@ -18,7 +18,7 @@ from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import ArraySpec, Geometry, open_array
 from segcal.cases.output import OutputFolder
-from segcal.errors import SegcalError
+from segcal.errors import naming
 from segcal.files.atomic import file_name
 from segcal.kernels import Voxels
 from segcal.kernels.checks import check_tensors
@@ -137,13 +137,11 @@ def write_maps(
     with open_maps(cases, folder) as output:
         for case in cases:
             progress(case.id)
-            try:
+            with naming(case=case.id):
                 scores = case_scores(case, calibrator)
                 maps = voxel_maps(
                     scores, case.labels, ignore_index=case.ignore_index, mask=case.mask, spacing=case.spacing
                 )
-            except SegcalError as error:
-                raise error.at(case=case.id) from None
             geometry = _label_geometry(case)
             for name, values in maps.items():
                 array = values.cpu().numpy()

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,19 +84,6 @@ def _narrow_labels(case: Case) -> Tensor:
     return torch.cat(parts, 1)
 
 
-class Scores(NamedTuple):
-    """Scores in a window, the map still to be applied to them, and the uncalibrated argmax if none is."""
-
-    values: Tensor
-    score_map: AffineMap | None
-    uncalibrated: Tensor | None
-
-    @property
-    def prediction(self) -> Tensor:
-        """The predicted labels ``(N, *window)``."""
-        return (self.values if self.score_map is None else self.score_map(self.values)).argmax(1)
-
-
 class CalibratedCase:
     """The voxels of a case with one calibrator, in chunks if the calibrator allows it."""
 
@@ -104,17 +91,21 @@ class CalibratedCase:
         self.voxels, self.calibrator = voxels, None if calibrator is None else as_calibrator(calibrator)
         self.score_map = None if self.calibrator is None else self.calibrator.score_map
 
-    def scores(self, window: Window, logits: Tensor) -> Scores:
-        """The calibrated scores of a window with these logits; affine maps are left to the pass over the voxels."""
+    def scores(self, window: Window, logits: Tensor) -> tuple[Tensor, AffineMap | None, Tensor | None]:
+        """The scores of a window with these logits, the affine map still to be applied, and the argmax before.
+
+        Affine maps are left to the pass over the voxels. The argmax before calibration is None if the scores are not
+        calibrated yet.
+        """
         if self.calibrator is None or self.score_map is not None:
-            return Scores(logits, self.score_map, None)
+            return logits, self.score_map, None
         if self.calibrator.spatial:
             index = (slice(None), slice(None), *window)
             mapped = self._whole[index]
         else:
             with torch_threads(self.voxels.threads), torch.no_grad():
                 mapped = self.calibrator(logits)
-        return Scores(mapped, None, logits.argmax(1))
+        return mapped, None, logits.argmax(1)
 
     @cached_property
     def _whole(self) -> Tensor:
@@ -123,32 +114,27 @@ class CalibratedCase:
 
     def add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
         """Add the voxels of a window with these logits."""
-        index = (slice(None), *window)
-        scores, voxels = self.scores(window, logits), self.voxels
+        index, voxels = (slice(None), *window), self.voxels
+        scores, score_map, uncalibrated = self.scores(window, logits)
         statistics.update(
-            scores.values,
+            scores,
             voxels.where.labels[index],
             ignore_index=None,  # The mask leaves out ignored voxels.
             mask=voxels.where.valid[index],
             regions={name: mask[index] for name, mask in voxels.masks.items()},
             distance=None if voxels.distance is None else voxels.distance[index],
-            score_map=scores.score_map,
-            uncalibrated=scores.uncalibrated,
+            score_map=score_map,
+            uncalibrated=uncalibrated,
         )
 
     def add_again(self, second: SecondPasses, window: Window, logits: Tensor) -> None:
         """Add the voxels of a window to second passes, each in its region."""
-        index = (slice(None), *window)
-        scores, voxels = self.scores(window, logits), self.voxels
+        index, voxels = (slice(None), *window), self.voxels
+        scores, score_map, _ = self.scores(window, logits)
+        labels, valid = voxels.where.labels[index], voxels.where.valid[index]
         for one in second.values():
-            inside = voxels.where.valid[index]
-            one.update(
-                scores.values,
-                voxels.where.labels[index],
-                ignore_index=None,
-                mask=inside if one.region == EVERYTHING else inside & voxels.masks[str(one.region)][index],
-                score_map=scores.score_map,
-            )
+            inside = valid if one.region == EVERYTHING else valid & voxels.masks[str(one.region)][index]
+            one.update(scores, labels, ignore_index=None, mask=inside, score_map=score_map)
 
 
 def measure_case(
@@ -225,8 +211,8 @@ def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
     labels, valid = view.voxels.where.labels, view.voxels.where.valid
     prediction = torch.empty_like(labels)
     for window, logits in view.voxels.windows():
-        index = (slice(None), *window)
-        prediction[index] = view.scores(window, logits).prediction
+        index, (scores, score_map, _) = (slice(None), *window), view.scores(window, logits)
+        prediction[index] = (scores if score_map is None else score_map(scores)).argmax(1)
     # The mask leaves out ignored voxels.
     spacing = case.spacing
     distances = surface_distances(prediction, labels, case.shape[1], spacing=spacing, ignore_index=None, mask=valid)

@@ -20,7 +20,7 @@ from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.per_channel import for_each_channel
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
-from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole
+from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole, naming
 from segcal.evaluation.measure import CaseVoxels
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.fitting.data import VoxelBudget
@@ -273,13 +273,11 @@ def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Val
     plan, threads = Plan.make(tuple(_METRICS)), torch.get_num_threads()
     found: list[list[Values]] = [[] for _ in calibrators]
     for case in cases:
-        try:
+        with naming(case=case.id):
             voxels = CaseVoxels(plan, case, dict(enumerate(calibrators)), threads)
             own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
             for index, view, window, logits in voxels.pieces():
                 view.add_to(own[index], window, logits)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
         for values, statistics in zip(found, own, strict=True):
             values.append({name: metric(statistics) for name, metric in _METRICS.items()})
         del case

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
@@ -18,10 +16,9 @@ from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases
 from segcal.cases.missing import check_values
 from segcal.cases.oriented import Oriented, orient
 from segcal.cases.splits import by_group, check_splits, draw_parts, part_sizes
-from segcal.errors import ConfigError, DataError, SegcalError
+from segcal.errors import ConfigError, DataError, naming
 from segcal.training.config import PARTS, TrainingConfig
 
-Array = NDArray[Any]
 # Shares of training, validation and test if neither the configuration nor the dataset says them.
 SHARES = (0.7, 0.1, 0.2)
 
@@ -59,8 +56,7 @@ class Scan:
 
     def image(self, rows: slice) -> Tensor:
         """Some rows of the image ``(channels, rows, ...)`` as float32, not normalised."""
-        parts = [image.read(rows) for image in self.images]
-        parts = [part if image.leading else part[None] for image, part in zip(self.images, parts, strict=True)]
+        parts = [image.read(rows) if image.leading else image.read(rows)[None] for image in self.images]
         return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
     def normalised(self, rows: slice) -> Tensor:
@@ -236,7 +232,7 @@ def _find(root: Path, declared: DatasetConfig) -> Sequence[CaseFiles]:
 def _open_scan(files: CaseFiles, declared: DatasetConfig, classes: int) -> Scan:
     assert files.label is not None
     assert declared.ignore_index is not None
-    try:
+    with naming(case=files.id):
         label = _orient(files.label, declared)
         images = tuple(_orient(path, declared, label.shape, channels=True) for path in files.images)
         mask = None if files.mask is None else _orient(files.mask, declared, label.shape)
@@ -245,8 +241,6 @@ def _open_scan(files: CaseFiles, declared: DatasetConfig, classes: int) -> Scan:
         if spacing is None and geometry is not None:
             spacing = geometry.zooms[: len(label.shape)][::-1]
         return _check(Scan(files.id, images, label, mask, declared.ignore_index, spacing), classes)
-    except SegcalError as error:
-        raise error.at(case=files.id) from None
 
 
 def _orient(

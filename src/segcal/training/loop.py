@@ -31,6 +31,8 @@ Progress = Callable[[str], None]
 LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
 # Format and version of checkpoints. They hold tensors and plain values, no code.
 _CHECKPOINT = {"format": "segcal.training", "version": 1}
+# The parts of a trainer with a state of their own.
+_STATEFUL = ("network", "optimiser", "scaler", "loss")
 LOGITS = {"validation": "logits-val", "test": "logits-test"}
 
 
@@ -66,7 +68,7 @@ def train(
 class Trainer:
     """A training run: ``fit`` trains, ``write_logits`` writes the best model's logits of validation and test scans.
 
-    The constructor checks all input and seeds torch's random generators.
+    The constructor checks all input, and seeds torch's generators for the first weights.
     """
 
     def __init__(self, config: TrainingConfig, *, resume: bool = False) -> None:
@@ -104,9 +106,6 @@ class Trainer:
         self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate)
         device = self.processes.device.type
         self.scaler = torch.amp.GradScaler(device, enabled=config.amp and device == "cuda")
-        self._stateful: dict[str, Any] = {
-            "network": self.network, "optimiser": self.optimiser, "scaler": self.scaler, "loss": self.loss
-        }  # fmt: skip
         views = max(getattr(module, "views", 1) for module in self.loss.modules())
         self.samples = Samples(self._scans_of("train"), config, self.dataset.ignore_index, views)
         self.schedule = Schedule(
@@ -245,17 +244,13 @@ class Trainer:
             self._save()
 
     def _save(self) -> None:
-        """Write everything that a run needs to resume exactly."""
+        """Write everything that a run needs to resume exactly. Nothing draws from torch's generators by then."""
         state = {
             **_CHECKPOINT,
             "config": json.dumps(self.config.to_dict()),
             "scans": self._sizes(),
             "epoch": self.done,
-            **{name: part.state_dict() for name, part in self._stateful.items()},
-            "random": {
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            },
+            **{name: getattr(self, name).state_dict() for name in _STATEFUL},
             "history": self.history,
             "best": self.best,
         }
@@ -279,11 +274,8 @@ class Trainer:
             )
 
     def _restore(self, state: dict[str, Any]) -> None:
-        for name, part in self._stateful.items():
-            part.load_state_dict(state[name])
-        torch.set_rng_state(state["random"]["torch"])
-        if (cuda := state["random"]["cuda"]) and len(cuda) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(cuda)
+        for name in _STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
         self.done, self.history, self.best = state["epoch"], list(state["history"]), dict(state["best"])
 
 

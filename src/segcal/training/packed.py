@@ -7,21 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from segcal.cases.config import CONFIG_NAME
-from segcal.cases.formats import ArraySpec, create_array
+from segcal.cases.formats import Array, ArraySpec, create_array
 from segcal.cases.splits import by_group
 from segcal.cases.toml import toml_document
-from segcal.errors import DataError, InputError, SegcalError, check_seed, check_whole
+from segcal.errors import DataError, InputError, check_seed, check_whole, naming
 from segcal.files.atomic import atomic_path, file_name, writing
 from segcal.training.data import SHARES, split_names
 
-Array = NDArray[Any]
 # The arrays of an image collection, and the prefixes they have where the collection comes already split.
 _KEYS = ("images", "images_len", "labels", "labels_len")
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_"}
@@ -99,7 +97,7 @@ def convert(
         check_whole("ignore_index", ignore_index, -(2**63), 2**63 - 1)
         about = replace(about, ignore_index=ignore_index)
     with atomic_path(folder, folder=True) as temporary:
-        try:
+        with naming(where=str(packed)):
             arrays = _open(packed)
             scans = _scans(arrays)
             volumes = "volume" in arrays
@@ -108,8 +106,6 @@ def convert(
             kept = [scan for scan in scans if scan.name in chosen]
             temporary.mkdir()
             classes = _write(arrays, kept, temporary, about, progress)
-        except SegcalError as error:
-            raise error.at(where=str(packed)) from None
         with writing(folder):
             text = _describe(parts, classes, about, groups if volumes else None)
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")

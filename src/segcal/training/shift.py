@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.ndimage import gaussian_filter
 from torch import Tensor
-from torch.nn import functional
 
 from segcal.errors import InputError, SegcalError, check_name
 from segcal.scores import multilabel_view
@@ -118,13 +118,7 @@ class CorruptedCase:
     sliceable = True
 
     def __init__(
-        self,
-        case: Case,
-        model: Callable[[Tensor], Tensor],
-        severity: Severity,
-        seed: int,
-        *,
-        multilabel: bool = False,
+        self, case: Case, model: Callable[[Tensor], Tensor], severity: Severity, seed: int, *, multilabel: bool = False
     ) -> None:
         self.case, self.model, self.severity, self.seed, self.multilabel = case, model, severity, seed, multilabel
         self.id, self.spacing, self.ignore_index = case.id, case.spacing, case.ignore_index
@@ -176,19 +170,10 @@ def _noisy(image: Tensor, sigma: float, seed: int) -> Tensor:
 
 
 def _blurred(image: Tensor, size: int, sigma: float) -> Tensor:
-    offsets = torch.arange(size, dtype=torch.float64) - size // 2
-    weights = torch.exp(-0.5 * (offsets / sigma) ** 2)
-    weights = (weights / weights.sum()).to(image)
-    planes = image.reshape(-1, 1, *image.shape[-2:])
-    for axis in (2, 3):
-        # A triangle wave of indices mirrors small images as often as needed, which torch's padding does not.
-        length = planes.shape[axis]
-        index = torch.arange(-(size // 2), length + size // 2, device=image.device)
-        period = max(1, 2 * length - 2)
-        mirrored = torch.minimum(index % period, period - index % period)
-        shape = (1, 1, size, 1) if axis == 2 else (1, 1, 1, size)
-        planes = functional.conv2d(planes.index_select(axis, mirrored), weights.reshape(shape))
-    return planes.reshape(image.shape)
+    pixels = image.detach().cpu().double().numpy()
+    # Unlike torch's padding, this mirrors small images as often as needed.
+    blurred = gaussian_filter(pixels, sigma, radius=size // 2, axes=(-2, -1), mode="mirror")
+    return torch.from_numpy(blurred).to(image)
 
 
 def _compressed(image: Tensor, quality: int) -> Tensor:
