@@ -21,7 +21,7 @@ from segcal.evaluation.results import Results
 from segcal.files.atomic import check_writable
 from segcal.files.folders import check_apart
 from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
-from segcal.metrics.diagnosis import channels_in_words
+from segcal.metrics.diagnosis import channels_in_words, verdicts_in_words
 from segcal.regions import REGIONS
 
 Metrics = Annotated[str, Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
@@ -150,13 +150,8 @@ def diagnosis_in_words(results: Results) -> list[str]:
         return [f"[bold]{word}[/]{which} ({overall}, the mean over {len(results.channels)} channels)"]
     lines = [f"[bold]{found['set']['verdict']}[/] ({overall}); images: {images}"]
     for scope in ("classes", "bands"):
-        words: dict[str, list[str]] = {}
-        for name, finding in found[scope].items():
-            words.setdefault(finding["verdict"], []).append(name)
-        if words:
-            lines.append(
-                f"{scope}: " + "; ".join(f"{word}: {escape(', '.join(names))}" for word, names in words.items())
-            )
+        if verdicts := {name: finding["verdict"] for name, finding in found[scope].items()}:
+            lines.append(f"{scope}: {escape(verdicts_in_words(verdicts))}")
     # Calibrated scores and those of a channel have no common offset that could vary.
     if results.about["calibrator"] or results.about.get("channel"):
         return lines

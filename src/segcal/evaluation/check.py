@@ -288,7 +288,8 @@ class _Agreement:
         if self.symmetric:
             others = (slice(None, None, self.step),) * (labels.ndim - 2)
             grid = (slice(None), slice(-rows.start % self.step, None, self.step), *others)
-            self.parts.append((logits[0][grid].argmax(0), labels[:1][grid][0]))
+            # A copy: a view would keep all labels in memory.
+            self.parts.append((logits[0][grid].argmax(0), labels[:1][grid][0].clone()))
 
     def better_transposed(self) -> bool:
         """Whether they do; False if some rows could not be read."""

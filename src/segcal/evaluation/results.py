@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -191,12 +190,8 @@ class Results:
 
     def to_csv(self, path: str | Path) -> None:
         """The tidy rows as CSV; pooled rows have no case."""
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
-        writer.writerow(Row._fields)
-        writer.writerows(self.rows)
-        with atomic_path(Path(path)) as temporary:
-            temporary.write_text(text.getvalue())
+        with atomic_path(Path(path)) as temporary, temporary.open("w", newline="") as file:
+            csv.writer(file).writerows([Row._fields, *self.rows])
 
 
 def mean_over_channels(channels: Sequence[Sequence[Row]]) -> list[Row]:

@@ -19,9 +19,6 @@ from segcal.training.networks import Network, Norm
 Augmentation = Literal["flip", "rotate"]
 Precision = Literal["float16", "float32"]
 PARTS = ("train", "validation", "test")
-#: Keys that may differ from the checkpoint's when a run is resumed, because they do not change the steps made so far.
-#: The scans themselves are compared, wherever they are.
-FREE = ("data", "output", "epochs", "device", "workers", "logits")
 
 # Options of losses that the dataset and the trainer set.
 _GIVEN = ("ignore_index", "reduction")
@@ -195,12 +192,3 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
     if config.crop is not None and len(config.crop) != config.dims:
         raise ConfigError(f"crop = {list(config.crop)}", expected=f"{config.dims} numbers, as dims = {config.dims}")
     return config
-
-
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """``key (mine, theirs)`` for every key of two ``to_dict`` whose values must be equal but differ."""
-    return [
-        f"{name} ({mine.get(name)!r}, was {theirs.get(name)!r})"
-        for name in sorted({*mine, *theirs} - {*FREE})
-        if mine.get(name) != theirs.get(name)
-    ]

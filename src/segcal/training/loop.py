@@ -20,7 +20,7 @@ from segcal.errors import ConfigError, DataError, InputError, OutputError, Segca
 from segcal.files.atomic import atomic_path, check_writable
 from segcal.files.folders import OwnFolder
 from segcal.losses import CRaC
-from segcal.training.config import TrainingConfig, build_loss, differences, load_config
+from segcal.training.config import TrainingConfig, build_loss, load_config
 from segcal.training.data import Scan, open_dataset
 from segcal.training.networks import UNet, load_network
 from segcal.training.prediction import Scores, validate, write_logits
@@ -31,6 +31,9 @@ Progress = Callable[[str], None]
 LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
 # Format and version of checkpoints. They hold tensors and plain values, no code.
 _CHECKPOINT = {"format": "segcal.training", "version": 1}
+# Keys that may differ from the checkpoint's when a run is resumed, because they do not change the steps made so far.
+# The scans themselves are compared, wherever they are.
+_FREE = ("data", "output", "epochs", "device", "workers", "logits")
 # The parts of a trainer with a state of their own.
 _STATEFUL = ("network", "optimiser", "scaler", "loss")
 LOGITS = {"validation": "logits-val", "test": "logits-test"}
@@ -108,9 +111,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device, enabled=config.amp and device == "cuda")
         views = max(getattr(module, "views", 1) for module in self.loss.modules())
         self.samples = Samples(self._scans_of("train"), config, self.dataset.ignore_index, views)
-        self.schedule = Schedule(
-            len(self.samples), config.batch, config.seed, self.processes.rank, self.processes.world
-        )
+        processes = self.processes
+        self.schedule = Schedule(len(self.samples), config.batch, config.seed, processes.rank, processes.world)
         self.done = 0
         self.history: list[dict[str, float]] = []
         self.best: dict[str, float] = {}
@@ -240,11 +242,17 @@ class Trainer:
             if self.processes.first:
                 self.network.save(self.output / BEST)
         if self.processes.first:
-            write_log(self.output / LOG, self.history)
             self._save()
 
     def _save(self) -> None:
-        """Write everything that a run needs to resume exactly. Nothing draws from torch's generators by then."""
+        """Write the log, one line per epoch, and everything that a run needs to resume exactly.
+
+        Columns of the log are named like TensorBoard tags. Once weights are drawn, nothing uses torch's generators.
+        """
+        with atomic_path(self.output / LOG) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(self.history[0]))
+            writer.writeheader()
+            writer.writerows(self.history)
         state = {
             **_CHECKPOINT,
             "config": json.dumps(self.config.to_dict()),
@@ -262,7 +270,9 @@ class Trainer:
 
     def _compare(self, state: dict[str, Any]) -> None:
         """Raise unless the checkpoint belongs to this run."""
-        different = differences(self.config.to_dict(), json.loads(state["config"]))
+        mine, was = self.config.to_dict(), json.loads(state["config"])
+        names = [name for name in sorted({*mine, *was} - {*_FREE}) if mine.get(name) != was.get(name)]
+        different = [f"{name} ({mine.get(name)!r}, was {was.get(name)!r})" for name in names]
         if state["scans"] != self._sizes():
             different.append("the scans of " + ", ".join(self.config.data))
         if different:
@@ -307,11 +317,3 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         expected = "{format}, version {version}".format(**_CHECKPOINT)
         raise DataError("is not a checkpoint of this version", where=str(path), expected=expected)
     return state
-
-
-def write_log(path: Path, history: list[dict[str, float]]) -> None:
-    """Write one line per epoch; columns are named like TensorBoard tags."""
-    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(history[0]))
-        writer.writeheader()
-        writer.writerows(history)
