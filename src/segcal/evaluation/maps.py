@@ -21,7 +21,7 @@ from segcal.cases.output import OutputFolder
 from segcal.errors import naming
 from segcal.files.atomic import file_name
 from segcal.kernels import Voxels
-from segcal.kernels.checks import check_tensors
+from segcal.kernels.atoms import check_tensors
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions
 from segcal.types import Case, row_slices
