@@ -295,7 +295,7 @@ def test_many_classes_and_a_far_ignored_label_in_a_small_format(tmp_path):
 def test_labels_of_no_class_are_refused_but_where_they_do_not_count(tmp_path):
     scores, truth = torch.zeros(1, 3, 4, 5), torch.zeros(1, 4, 5, dtype=torch.long)
     truth[0, 1, 2] = 300  # would wrap to 44 in a byte
-    with pytest.raises(DataError, match=r"label 300 at 1 voxels; expected 0\.\.2, or 255"):
+    with pytest.raises(DataError, match=r"label 300 at 1 voxels, first at .*; expected 0\.\.2, or 255"):
         write_dataset(tensors_as_cases(scores, truth, 255, None), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     write_dataset(tensors_as_cases(scores, truth, 255, truth != 300), tmp_path / "out")

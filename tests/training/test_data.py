@@ -74,7 +74,7 @@ def test_bad_files_are_named(root):
     image, label = root / "images" / "image-001.npy", root / "labels" / "image-001.npy"
     pixels, labels = np.load(image), np.load(label)
     np.save(label, labels + 9)
-    broken(r"case 'image-001'.*label \d+ at .* voxels, first at .*expected 0\.\.2")
+    broken(r"case 'image-001'.*label [\d, ]+ at .* voxels, first at .*expected 0\.\.2")
     np.save(label, labels.astype(np.float32) + 0.5)
     broken(r"case 'image-001'.*label 0\.5|label 1\.5|label 2\.5")
     np.save(label, labels[:-1])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from segcal.cases.layout import CaseFiles
 from segcal.cases.missing import check_scores, check_sums, check_values
 from segcal.cases.nnunet import connected_to_border
 from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS, SCORE_KEYS, Oriented, orient
-from segcal.errors import ConfigError, DataError, SegcalError
+from segcal.errors import ConfigError, DataError, naming
 from segcal.scores import Pool, canonical_logits
 from segcal.types import Kind, row_slices
 
@@ -228,28 +229,16 @@ class DiskCase:
         """Labels of some rows, in range or ignored."""
         if self._label is None:
             raise DataError("has no label", case=self.id, expected=f"a file labels/{self.id}.*")
+        regions = [*(self.config.regions or {}).values()]
+        count = max(map(max, regions)) + 1 if regions else self.num_classes
         with self._naming(self.files.label):
-            labels = _whole_numbers(self._labels.read(rows, self._channels))
-            if self.config.regions:
-                regions = [np.isin(labels, region) for region in [*self.config.regions.values()][self._channels]]
-                self._check_range(labels, max(map(max, self.config.regions.values())) + 1, rows.start)
-                labels = np.where(labels == self.ignore_index, self.ignore_index, np.stack(regions))
-            else:
-                self._check_range(labels, self.num_classes, rows.start)
+            stored = self._labels.read(rows, self._channels)
+            labels = check_labels(stored, count, self.ignore_index, rows.start, self._labels.leading)
+            if regions:
+                inside = np.stack([np.isin(labels, region) for region in regions[self._channels]])
+                labels = np.where(labels == self.ignore_index, self.ignore_index, inside)
             labels = np.ascontiguousarray(labels, dtype=np.int64)
         return torch.from_numpy(labels).reshape(self.batch, -1, *self.spatial[1:])
-
-    def _check_range(self, labels: Array, count: int, first_row: int) -> None:
-        bad = (labels != self.ignore_index) & ((labels < 0) | (labels >= count))
-        if bad.any():
-            index = np.argwhere(bad)[0]
-            index[labels.ndim - len(self.spatial)] += first_row
-            values = np.unique(labels[bad])
-            raise DataError(
-                f"label {', '.join(map(str, values[:5]))} at {int(bad.sum())} voxels, first at {tuple(index.tolist())}",
-                expected=f"0..{count - 1}, or {self.ignore_index} to ignore",
-                fix=f"if {values[0]} means 'ignore', set ignore_index = {values[0]}; otherwise remap the labels",
-            )
 
     def mask(self, rows: slice) -> Tensor | None:
         """Valid voxels of some rows: the user's mask, without nnU-Net's padded exterior."""
@@ -265,22 +254,20 @@ class DiskCase:
 
     def exterior(self, rows: slice) -> Array | None:
         """nnU-Net's padding in some rows, if it is to be masked."""
-        return self._exterior()[rows] if self.config.exterior == "mask" else None
+        return self._exterior[rows] if self.config.exterior == "mask" else None
 
+    @cached_property
     def _exterior(self) -> Array:
         if self._all_members is not None:
-            return self._all_members._exterior()
-        if not hasattr(self, "_outside"):
-            background = np.ones(self.spatial, bool)
-            member_shape = (1, *self.members[0].shape)
-            for member in self.members:
-                for rows in row_slices(member_shape, _POOL_VALUES):
-                    scores = member.read(rows)
-                    # Softmax padding is (1, 0, ..., 0); sigmoid channels have no background channel and are all 0.
-                    background[rows] &= (scores[0] == (0 if self.multilabel else 1)) & (scores[1:] == 0).all(0)
-                self._forget(member)
-            self._outside = connected_to_border(background)
-        return self._outside
+            return self._all_members._exterior
+        background = np.ones(self.spatial, bool)
+        for member in self.members:
+            for rows in row_slices((1, *member.shape), _POOL_VALUES):
+                scores = member.read(rows)
+                # Softmax padding is (1, 0, ..., 0); sigmoid channels have no background channel and are all 0.
+                background[rows] &= (scores[0] == (0 if self.multilabel else 1)) & (scores[1:] == 0).all(0)
+            self._forget(member)
+        return connected_to_border(background)
 
     def image(self, rows: slice) -> Tensor | None:
         """The image ``(1, channels, rows, ...)``, in the values of its files."""
@@ -325,9 +312,8 @@ class DiskCase:
         """Add the case and the file to errors raised inside; running out of memory becomes such an error."""
         where = str(path) if path else None
         try:
-            yield
-        except SegcalError as error:
-            raise error.at(case=self.id, where=where) from None
+            with naming(case=self.id, where=where):
+                yield
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's message
                 raise
@@ -346,8 +332,8 @@ class DiskCase:
         return parts[1]
 
 
-def _whole_numbers(labels: Array) -> Array:
-    """Labels as int64; floating-point files are fine as long as every value is whole."""
+def check_labels(labels: Array, count: int, ignore_index: int, first_row: int = 0, row_axis: int = 0) -> Array:
+    """Labels as int64. Raises unless all are whole numbers below ``count`` or ignored; floating point is fine."""
     if labels.dtype.kind == "f":
         whole = np.isfinite(labels) & (labels == np.round(labels))
         if not whole.all():
@@ -357,4 +343,15 @@ def _whole_numbers(labels: Array) -> Array:
         beyond = np.abs(labels) >= 2**63
         if beyond.any():
             raise DataError(f"label {labels[beyond].flat[0]}", expected="labels below 2^63", fix="remap the labels")
-    return labels.astype(np.int64)
+    labels = labels.astype(np.int64)
+    bad = (labels != ignore_index) & ((labels < 0) | (labels >= count))
+    if bad.any():
+        index = np.argwhere(bad)[0]
+        index[row_axis] += first_row
+        values = np.unique(labels[bad])
+        raise DataError(
+            f"label {', '.join(map(str, values[:5]))} at {int(bad.sum())} voxels, first at {tuple(index.tolist())}",
+            expected=f"0..{count - 1}, or {ignore_index} to ignore",
+            fix=f"if {values[0]} means 'ignore', set ignore_index = {values[0]}; otherwise remap the labels",
+        )
+    return labels

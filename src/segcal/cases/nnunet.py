@@ -32,12 +32,12 @@ def find_nnunet(root: Path, config: DatasetConfig) -> Found:
     folds = sorted(base.glob("fold_*/validation"))
     here = _scores(base, problems)
     members = [item for item in list_folder(base, Problems()) if item.is_dir() and _scores(item, Problems())]
-    if here:
-        cases, members = collect_members([here], [base], problems), []
-    elif folds:
-        cases, members = _cross_validation(folds, problems), []
+    if here or folds:
+        members = []
+    if folds and not here:
+        cases = _cross_validation(folds, problems)
     else:
-        cases = collect_members([_scores(item, problems) for item in members], members, problems) if members else ()
+        cases = collect_members([_scores(item, problems) for item in members] or [here], members, problems)
     if not cases and not problems:
         raise DataError(
             "no <case>.npz files",

@@ -57,12 +57,11 @@ def find_cases(path: Path, **declared: Any) -> Found:
     """List the files of a dataset without opening them, collecting problems instead of raising them."""
     if not is_text(str(path)):
         raise unreadable_name(path)
-    if not path.exists():
-        raise DataError("does not exist", where=str(path), expected="a dataset folder or a segcal.toml")
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".toml"):
+        problem = "is a file" if path.exists() else "does not exist"
+        raise DataError(problem, where=str(path), expected="a dataset folder or a segcal.toml")
     file = path if path.is_file() else path / CONFIG_NAME
     root = file.parent
-    if path.is_file() and path.suffix.lower() != ".toml":
-        raise DataError("is a file", where=str(path), expected="a dataset folder or a segcal.toml")
     config = load_config(file) if file.is_file() else DatasetConfig()
     overrides = parse_config(declared)
     config = replace(config, **{name: getattr(overrides, name) for name in declared if declared[name] is not None})

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
 from segcal.cases.config import CONFIG_NAME
+from segcal.cases.disk import check_labels
 from segcal.cases.formats import SCORE_FORMATS, Array, ArraySpec
 from segcal.cases.output import OutputFolder
 from segcal.cases.toml import toml_document
-from segcal.errors import DataError, InputError, check_name
+from segcal.errors import InputError, check_name, naming
 from segcal.files.atomic import file_name
 from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
@@ -143,15 +144,10 @@ def _label_type(cases: CaseSet, format: str) -> tuple[DTypeLike, int]:
 
 def _stored_labels(case: Case, num_classes: int, ignored: int) -> Tensor:
     """The labels of a case as they are stored. Labels of no class are allowed where the mask excludes them."""
-    labels, valid = case.labels, case.valid
-    unknown = (labels < 0) | (labels >= num_classes)
-    if bool((wrong := unknown & valid).any()):
-        raise DataError(
-            f"label {int(labels[wrong][0])} at {int(wrong.sum())} voxels",
-            case=case.id,
-            expected=f"0..{num_classes - 1}, or {case.ignore_index} to ignore",
-        )
-    return labels.masked_fill(unknown | (labels == case.ignore_index), ignored)
+    labels = case.labels
+    with naming(case=case.id):
+        check_labels(labels.where(case.valid, case.ignore_index).numpy(), num_classes, case.ignore_index)
+    return labels.masked_fill((labels < 0) | (labels >= num_classes) | (labels == case.ignore_index), ignored)
 
 
 def _extras(case: Case) -> Iterator[tuple[str, str, Tensor, DTypeLike]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from segcal.errors import ConfigError, OutputError, did_you_mean
+from segcal.errors import ConfigError, OutputError, did_you_mean, naming
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,10 +29,8 @@ def read_toml(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Confi
             raw = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: wrong TOML, or bytes that are not UTF-8
         raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file in UTF-8") from None
-    try:
+    with naming(where=str(path)):
         return parse(raw)
-    except ConfigError as error:
-        raise error.at(where=str(path)) from None
 
 
 def check_known(kind: str, given: Iterable[str], known: Sequence[str], of: str = "") -> None:

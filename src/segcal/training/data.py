@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
+from segcal.cases.disk import check_labels
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases
 from segcal.cases.missing import check_values
@@ -259,16 +260,8 @@ def _orient(
 def _check(scan: Scan, classes: int) -> Scan:
     """Read a whole scan, check that its values are finite and its labels in range, and add mean and deviation."""
     everything = slice(0, scan.spatial[0])
-    labels = scan.label.read(everything)
-    bad = (labels != scan.ignore_index) & ((labels < 0) | (labels >= classes) | (labels != np.round(labels)))
-    if bad.any():
-        value = labels[bad].flat[0]
-        raise DataError(
-            f"label {value} at {int(bad.sum())} voxels, first at {tuple(np.argwhere(bad)[0].tolist())}",
-            where=str(scan.label.file.path),
-            expected=f"0..{classes - 1}, or {scan.ignore_index} to ignore",
-            fix=f"if {value} means 'ignore', set ignore_index = {value} in segcal.toml; otherwise map the labels",
-        )
+    with naming(where=str(scan.label.file.path)):
+        check_labels(scan.label.read(everything), classes, scan.ignore_index)
     image = scan.image(everything).double().flatten(1)
     if not bool(image.isfinite().all()):
         raise DataError(
