@@ -7,7 +7,7 @@ from reference.calibrators import drawn
 from segcal.calibrators import CALIBRATORS
 from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.fitting import expert_exact
-from segcal.fitting.expert_problem import ExpertProblem
+from segcal.fitting.expert_exact import ExpertProblem
 from segcal.fitting.first_pass import FirstPass
 
 

@@ -7,7 +7,7 @@ import torch
 from segcal.calibrators import CALIBRATORS, CMSOrderPreserving, EnsembleTemperatureScaling, SelectiveScaling
 from segcal.calibrators.base import FitData
 from segcal.cases.tensor_cases import tensors_as_cases
-from segcal.fitting.held_out import held_out_samples, hold_out
+from segcal.fitting.first_pass import held_out_samples, hold_out
 from segcal.fitting.measured import Detection, compared
 from segcal.fitting.sampling import VoxelSampler
 from segcal.synthetic import ConfidentlyWrong, Temperature, scenes
@@ -67,7 +67,7 @@ def test_voxels_of_one_case_are_held_out():
     z, y, mask = tensors(1)
     cases = tensors_as_cases(z, y, 255, mask)
     samples = held_out_samples(FitData(cases, None, "auto", 0), 1000)
-    own, other = samples.first.sample, samples.held_out
+    own, other = samples.train, samples.held_out
     assert samples.voxels == len(own) + len(other) == int(mask.sum())
     assert len(other) == round(0.2 * samples.voxels)
     assert not set(own.keys.tolist()) & set(other.keys.tolist())
@@ -78,7 +78,7 @@ def test_voxels_of_one_case_are_held_out():
 @pytest.mark.parametrize("name", VALIDATED)
 def test_another_case_is_held_out_where_one_is_all_ignored(name):
     z, y, _ = tensors(4)
-    (chosen,) = hold_out(FitData(tensors_as_cases(z, y, 255, None), None, "auto", 0)).validation.ids
+    (chosen,) = hold_out(FitData(tensors_as_cases(z, y, 255, None), None, "auto", 0))[0].validation.ids
     ignored = y.clone()
     ignored[int(chosen.removeprefix("tensors[").removesuffix("]"))] = 255
     assert make(name).fit(z, ignored).fit_report.voxels_used <= int((ignored != 255).sum())
@@ -92,12 +92,12 @@ def test_parts_have_voxels_and_groups_stay_together():
     y[1:5] = 255
     cases = tensors_as_cases(z, y, 255, None)
     for seed in range(8):
-        parts = hold_out(FitData(cases, None, "auto", seed))
+        parts, _ = hold_out(FitData(cases, None, "auto", seed))
         for part in (parts.cases, parts.validation):
             assert any(case.valid.any() for case in part)
     grouped = type(cases)(cases.refs, cases.num_classes, groups=lambda _: "all")
-    parts = hold_out(FitData(grouped, None, "auto", 0))
-    assert "one group" in parts.notes[0]
+    parts, notes = hold_out(FitData(grouped, None, "auto", 0))
+    assert "one group" in notes[0]
     assert len(parts.validation) == 1
 
 

@@ -18,12 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from segcal.calibrators.module import CalibratorModule, become
-from segcal.calibrators.per_channel import (
-    channel_pieces,
-    for_each_channel,
-    report_of_channels,
-    split_channels,
-)
+from segcal.calibrators.per_channel import channel_pieces, for_each_channel, report_of_channels, split_channels
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.cases.tensor_cases import tensors_as_cases
@@ -174,9 +169,8 @@ class Calibrator(CalibratorModule, ABC):
         trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
         trial.allocate(cases.num_classes)
         found = fit(trial)
-        trial.fit_report = FitReport(
-            **{**found._asdict(), "notes": tuple(found.notes)}, seconds=time.perf_counter() - started
-        )
+        found, seconds = found._replace(notes=tuple(found.notes)), time.perf_counter() - started
+        trial.fit_report = FitReport(**found._asdict(), seconds=seconds)
         become(self, trial)
         return self
 

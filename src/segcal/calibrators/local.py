@@ -14,9 +14,9 @@ from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
 from segcal.calibrators.temperature import HasTemperature, TemperatureScaling
-from segcal.errors import InputError, check_name, naming
+from segcal.errors import InputError, check_name, check_whole, naming
 from segcal.fitting.data import FitData, Fitted
-from segcal.fitting.held_out import hold_out
+from segcal.fitting.first_pass import hold_out
 from segcal.fitting.limits import BETA, Limits
 from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels import fast_maps
@@ -80,8 +80,7 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__()
-        if image_channels < 0:
-            raise InputError(f"image_channels is {image_channels}", expected="a number of channels, 0 for no image")
+        check_whole("image_channels", image_channels, 0)
         check_name("neighbourhood", neighbourhood, ("plane", "volume"))
         for name, value in (("epochs", epochs), ("learning_rate", learning_rate), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -123,11 +122,11 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
         alone = scaling.fit_report
         assert alone is not None
         self.beta.copy_(scaling.beta)
-        held = hold_out(data)
+        parts, split_notes = hold_out(data)
         options = self.epochs, self.learning_rate, self.weight_decay
         recipe = Recipe(self.inputs, self.per_image, *options, everything=data.voxels == "all", seed=data.seed)
-        found = fit_network(self.network, float(scaling.beta), held.cases, held.validation, recipe)
-        better, notes = found.nll_after < found.nll_before, [*alone.notes, *held.notes, *found.notes]
+        found = fit_network(self.network, float(scaling.beta), parts.cases, parts.validation, recipe)
+        better, notes = found.nll_after < found.nll_before, [*alone.notes, *split_notes, *found.notes]
         nll = mean_loss(data.cases, self).nll if better else math.inf
         found = found._replace(nll_before=alone.nll_before, nll_after=nll, notes=notes)
         if nll <= alone.nll_after:
@@ -165,7 +164,6 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
         if logits.ndim < 4:
             yield logits, self._point_temperature(logits)
             return
-        local_network.check_space(tuple(logits.shape[2:]), self.network.kernel_axes)
 
         def read(rows: slice) -> tuple[Tensor, Tensor | None]:
             return logits[:, :, rows], None if image is None else image[:, :, rows]
@@ -182,28 +180,24 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
         if not case.source.sliceable:
             case.load()
         with naming(case=case.id):
-            local_network.check_space(case.shape[2:], self.network.kernel_axes)
             for rows, logits, temperatures in self._tiles(case.shape, read):
                 yield rows, _scaled(logits, temperatures)
 
     def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, their logits and their temperatures ``(N, 1, rows, ...)``."""
+        (batch, _, *spatial), axes = shape, self.network.kernel_axes
+        local_network.check_space(tuple(spatial), axes)
         for rows in row_slices(shape, TILE_VALUES):
-            yield rows, *self._tile(rows, shape, read)
-
-    def _tile(self, rows: slice, shape: tuple[int, ...], read: Reader) -> tuple[Tensor, Tensor]:
-        batch, _, *spatial = shape
-        window = local_network.Window.of_rows(rows, tuple(spatial), self.network.kernel_axes)
-        source, image = read(window.source)
-        if self.image_channels:
-            image = local_network.check_image(image, self.image_channels, tuple(source.shape))
-        exact = at_least_float32(source)
-        factor = self.network(
-            window.padded(local_network.network_inputs(exact, self.inputs)),
-            None if image is None else window.padded(image.to(exact).expand(batch, *image.shape[1:])),
-        )
-        logits = window.inside(source)
-        return logits, local_network.temperature(factor.view(batch, 1, *logits.shape[2:]), self.beta.to(factor))
+            window = local_network.Window.of_rows(rows, tuple(spatial), axes)
+            source, image = read(window.source)
+            exact, padded_image = at_least_float32(source), None
+            if self.image_channels:
+                image = local_network.check_image(image, self.image_channels, tuple(source.shape))
+                padded_image = window.padded(image.to(exact).expand(batch, *image.shape[1:]))
+            factor = self.network(window.padded(local_network.network_inputs(exact, self.inputs)), padded_image)
+            logits = window.inside(source)
+            factor = factor.view(batch, 1, *logits.shape[2:])
+            yield rows, logits, local_network.temperature(factor, self.beta.to(factor))
 
     def _point_temperature(self, logits: Tensor) -> Tensor:
         if self.image_channels:
@@ -263,7 +257,8 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
         self.translation_invariant = inputs == "log-probs"
 
     def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        tiles = [self._tile(rows, shape, read)[1].flatten(1) for rows in row_slices(shape, TILE_VALUES)]
+        local = super()._tiles(shape, read)
+        tiles = [temperatures.flatten(1) for _, _, temperatures in local]
         means = torch.cat(tiles, 1).double().mean(1).to(tiles[0])
         for rows in row_slices(shape, TILE_VALUES):
             logits, _ = read(rows)

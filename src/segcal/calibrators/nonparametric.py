@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
 from segcal.cases import CaseSet
-from segcal.errors import InputError
+from segcal.errors import check_whole
 from segcal.fitting.cost import FitCost
 from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.limits import SHARE, Limits
@@ -197,8 +197,7 @@ class HistogramBinning(_HistogramCalibrator):
 
     def __init__(self, num_bins: int = 15) -> None:
         super().__init__()
-        if not 1 <= num_bins <= LOGIT_BINS:
-            raise InputError(f"num_bins is {num_bins}", expected=f"1 to {LOGIT_BINS}")
+        check_whole("num_bins", num_bins, 1, LOGIT_BINS)
         self.num_bins = num_bins
         self.register_buffer("edges", torch.zeros(0, num_bins - 1, dtype=torch.float64))
         self.register_buffer("values", torch.zeros(0, num_bins, dtype=torch.float64))

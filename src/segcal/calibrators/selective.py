@@ -12,8 +12,7 @@ from segcal.calibrators.composed import Base, ComposedCalibrator
 from segcal.calibrators.temperature import HasTemperature
 from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted
-from segcal.fitting.first_pass import SampleNLL
-from segcal.fitting.held_out import held_out_samples
+from segcal.fitting.first_pass import SampleNLL, held_out_samples
 from segcal.fitting.limits import COUNT, LOWEST, Limits
 from segcal.fitting.measured import HasDetection, detection_counts, mean_loss, missing_kind
 from segcal.fitting.sampling import VoxelSample
@@ -134,7 +133,7 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         before = mean_loss(data.cases)
         notes = self._fit_base(data)
         samples = held_out_samples(data, _VOXELS, self.base)
-        sample, held_out = samples.first.sample, samples.held_out
+        sample, held_out = samples.train, samples.held_out
         notes += samples.notes
         if data.voxels == "all" and len(sample) < sample.total:
             notes.append(f"voxels = 'all' is for the base: the selector is trained on {len(sample):,} voxels")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.expert_form import ExpertForm, Strengths
-from segcal.fitting.held_out import held_out_samples
+from segcal.fitting.first_pass import held_out_samples
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import ExpertMap
 from segcal.solvers import adam
@@ -28,7 +28,7 @@ def fit_by_adam(
 ) -> tuple[FloatArray, Fitted]:
     """The theta of the lowest validation NLL, and the report; there is no certificate of an optimum."""
     samples = held_out_samples(data, _VOXELS)
-    sample = samples.first.sample
+    sample = samples.train
     module = _Experts(form, strengths)
     weights = torch.from_numpy(sample.weights / sample.weights.mean()).float()
 

@@ -1,24 +1,26 @@
-"""The global optimum of an expert map: which penalties it has, which solver to take, and what to report."""
+"""The global optimum of an expert map: the convex problem, its penalties, which solver to take, and what to report."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from segcal.cases import CaseSet
-from segcal.fitting.data import Fitted
+from segcal.fitting.data import Fitted, over_chunks
 from segcal.fitting.expert_form import ExpertForm, Quadratic, Strengths
-from segcal.fitting.expert_problem import ExpertProblem
-from segcal.fitting.expert_sums import expert_map
+from segcal.fitting.expert_sums import Rows, Sums, expert_map, expert_sums
 from segcal.fitting.first_pass import FirstPass, most_voxels
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import ExpertMap, fast_maps
-from segcal.solvers import DampedNewton, Newton, SampledNewton, Solution
-from segcal.types import FloatArray
+from segcal.solvers import DampedNewton, Newton, Policy, Problem, SampledNewton, Solution, minimise
+from segcal.types import Case, Chunk, FloatArray
 
 # Times and passes below: 19 classes, 524,288 voxels, one thread; ms, cms-op and cms-ap.
 #: Voxels that ``voxels="auto"`` fits to. Of a million voxels it ends 5e-7 to 2e-6 nats above the optimum of all.
@@ -52,6 +54,141 @@ _SHIFT_CURVATURE = 1e-2
 _POOLED_VOXELS = 100_000 // 3
 # Class names that a note lists.
 _LISTED = 20
+
+
+class ExpertProblem:
+    """Mean NLL plus penalties, as a function of the free parameters ``x`` of all experts.
+
+    An expert's parameters are ``theta_e = basis @ x_e`` (or ``x_e`` itself), and every expert is a block of its own.
+    The objective is that of the sample of the first pass or, given cases that it does not cover, of all their voxels.
+
+    Attributes:
+        streaming: Whether every evaluation of the objective reads the cases.
+        blocks: The indices in ``x`` of every expert's parameters.
+        bounds: Lower and upper bounds of ``x``.
+    """
+
+    def __init__(
+        self, form: ExpertForm, first: FirstPass, penalties: list[Quadratic], cases: CaseSet | None = None
+    ) -> None:
+        self.form, self.first, self.penalties = form, first, penalties
+        self.basis, self.threads = form.basis, torch.get_num_threads()
+        self.cases = cases or ()
+        self.streaming = cases is not None and not first.sample.complete
+        self._sums = partial(expert_sums, features=form.features, threads=self.threads)
+        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
+        experts, outputs, columns = form.shape
+        free = outputs * columns if self.basis is None else self.basis.shape[1]
+        self.blocks = list(np.arange(experts * free).reshape(experts, free))
+        lower, upper = form.bounds
+        self.bounds = (lower.ravel(), upper.ravel()) if self.basis is None else (lower.min(), upper.max())
+
+    def theta(self, x: FloatArray) -> FloatArray:
+        """``(E, K, J + 1)`` of ``x (E F,)``."""
+        blocks = x.reshape(len(self.blocks), -1)
+        return (blocks if self.basis is None else blocks @ self.basis.T).reshape(self.form.shape)
+
+    def x(self, theta: FloatArray) -> FloatArray:
+        """The ``x`` of a theta that the basis can express."""
+        blocks = theta.reshape(len(theta), -1)
+        if self.basis is not None:
+            blocks = np.linalg.lstsq(self.basis, blocks.T, rcond=None)[0].T
+        return np.ascontiguousarray(blocks).ravel()
+
+    def solve(self, policy: Policy[Any], x: FloatArray, **options: Any) -> Solution[FloatArray]:
+        """The minimum that a policy finds from ``x``; the options are those of ``minimise``."""
+        return minimise(policy, x, *self.bounds, blocks=self.blocks, **options)
+
+    def penalty(self, theta: FloatArray) -> float:
+        """The penalties of all experts."""
+        return sum(own.value(part.ravel()) for own, part in zip(self.penalties, theta, strict=True))
+
+    def on(self, sample: VoxelSample) -> Problem:
+        """The objective on a sample: values by expert, gradient and Hessians."""
+        rows = self._sample_rows if sample is self.first.sample else self._rows(sample)
+
+        def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
+            sums = self._sums(rows, self.theta(x), curvature=True)
+            return *self._combine(sums, x), [self._hessian(e, own) for e, own in enumerate(sums.curvature)]
+
+        return problem
+
+    def whole(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Values by expert and gradient of the objective."""
+        return self._combine(self._streamed(self.theta(x)) if self.streaming else self._remembered(self.theta(x)), x)
+
+    def curvature(self, x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
+        """Hessians of some experts."""
+        theta = self.theta(x)
+        if self.streaming:
+            sums = self._streamed(theta, experts)
+        else:
+            sums = self._sums(self._sample_rows, theta, curvature=True, experts=experts)
+        return [self._hessian(e, sums.curvature[e]) for e in experts]
+
+    def _remembered(self, theta: FloatArray) -> Sums:
+        """NLL and gradient on the sample; sums of experts that did not move are not computed again.
+
+        A solver moves some experts while others rest, and returns to the point before where a step is refused: so the
+        sums at the last two points of every expert are kept.
+        """
+        points = [own.tobytes() for own in theta]
+        new = [e for e, point in enumerate(points) if point not in self._known[e]]
+        if new:
+            sums = self._sums(self._sample_rows, theta, experts=new)
+            for e in new:
+                last = list(self._known[e].items())[-1:]
+                self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
+        nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
+        return Sums(np.array(nll), np.stack(gradient))
+
+    def _streamed(self, theta: FloatArray, experts: Sequence[int] | None = None) -> Sums:
+        """NLL and gradient over all voxels of the cases; given experts, over theirs only, and with curvature.
+
+        The compiled loops have no curvature and cannot handle impossible classes.
+        """
+        features, fast = self.form.features, not experts and not self.first.impossible
+
+        def chunk_sums(_: Case, chunk: Chunk) -> Sums:
+            if fast and fast_maps(chunk.logits) is not None:
+                from segcal.kernels.expert_cpu import expert_gradient
+
+                return Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
+            chosen = chunk.valid.cpu()
+            if experts and len(theta) > 1:
+                chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))
+            z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
+            rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
+            return self._sums(rows, theta, curvature=bool(experts), experts=experts, threads=threads)
+
+        size, threads = theta[0].size, self.threads if experts else 1
+        total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
+        for sums in over_chunks(self.cases, chunk_sums):
+            for whole, own in zip(total, sums, strict=True):
+                whole += own
+        return total
+
+    @cached_property
+    def _sample_rows(self) -> Rows:
+        return self._rows(self.first.sample)
+
+    def _rows(self, sample: VoxelSample) -> Rows:
+        return Rows.of(sample.logits, sample.labels, sample.weights, self.form.features, len(self.blocks))
+
+    def _hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
+        """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""
+        hessian = curvature / self.first.total + self.penalties[expert].matrix
+        return hessian if self.basis is None else self.basis.T @ hessian @ self.basis
+
+    def _combine(self, sums: Sums, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Values by expert ``(E,)`` and the gradient ``(E F,)``, penalties included."""
+        theta = self.theta(x).reshape(len(self.blocks), -1)
+        values = sums.nll / self.first.total
+        gradient = sums.gradient.reshape(theta.shape) / self.first.total
+        for e, penalty in enumerate(self.penalties):
+            values[e] += penalty.value(theta[e])
+            gradient[e] += penalty.gradient(theta[e])
+        return values, (gradient if self.basis is None else gradient @ self.basis).ravel()
 
 
 def sample_voxels(form: ExpertForm, *, everything: bool) -> int:

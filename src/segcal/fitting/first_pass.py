@@ -1,17 +1,18 @@
-"""What every exact fit begins with: one pass that checks the data, measures the identity and draws a sample."""
+"""What fits begin with: a pass that checks the data, measures the identity and draws a sample; and validation data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Split
 from segcal.cases.calibrated import AnyCalibrator
-from segcal.fitting.data import over_chunks
+from segcal.fitting.data import FitData, over_chunks
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import VoxelSample, VoxelSampler
 from segcal.kernels.survey import Survey
@@ -26,6 +27,8 @@ _TEMPERATURE_VOXELS = 50_000
 _TEMPERATURE_SLOPE = 1e-10
 # Scores that a sample may hold, 128 MB of float32: a limit only for a hundred classes or more.
 _SCORES = 2**25
+# Share of the cases, or of the voxels of a single case, that is held out where no validation cases are given.
+_HELD_OUT = 0.2
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,68 @@ class SampleNLL:
         terms = scaled.logsumexp(1) - beta * self.label_gap, slope, variance
         value, first, second = (float(self.weights @ term) for term in terms)
         return value, first, second
+
+
+class Samples(NamedTuple):
+    """A sample to train on, a sample to validate on, and notes for the user.
+
+    ``whole`` are the samples that stand for all the fit data, with the validation sample if it was taken from them.
+    """
+
+    train: VoxelSample
+    held_out: VoxelSample
+    whole: list[VoxelSample]
+    notes: list[str]
+
+    @property
+    def voxels(self) -> int:
+        """Voxels of both samples."""
+        return len(self.train) + (0 if self.held_out is self.train else len(self.held_out))
+
+
+def hold_out(data: FitData) -> tuple[FitData, list[str]]:
+    """With the given validation cases, or a seeded fifth of the cases where there are several; and notes for the user.
+
+    Both parts have valid voxels. Groups stay together, unless there is only one.
+    """
+    cases = data.cases
+    if data.validation is not None or len(cases) < 2:
+        return data, []
+    split = _split(cases, data.seed)
+    if not (_any_valid(split.calibration) and _any_valid(split.validation)):
+        cases = cases.select([name for index, name in enumerate(cases.ids) if _any_valid(cases[index : index + 1])])
+        if len(cases) < 2:
+            return data._replace(cases=cases if len(cases) else data.cases), []
+        split = _split(cases, data.seed)
+    notes = []
+    if len(set(cases.case_groups.values())) < 2:
+        notes.append("all cases belong to one group, so the validation cases are of the same group as the others")
+    return data._replace(cases=split.calibration, validation=split.validation), notes
+
+
+def held_out_samples(data: FitData, voxels: int, base: AnyCalibrator = None) -> Samples:
+    """Samples of at most ``voxels`` voxels each, mapped by the base if there is one."""
+    parts, notes = hold_out(data)
+    sample = FirstPass.over(parts.cases, voxels, data.seed, base).sample
+    if parts.validation is not None:
+        held_out = FirstPass.over(parts.validation, voxels, data.seed, base).sample
+        whole = [sample] if data.validation is not None else [sample, held_out]
+        return Samples(sample, held_out, whole, notes)
+    if len(sample) < 2:
+        return Samples(sample, sample, [sample], ["there is one case with one voxel: validated on the training data"])
+    order = np.random.default_rng(data.seed).permutation(len(sample))
+    count = max(1, round(_HELD_OUT * len(sample)))
+    others, chosen = (sample.take(np.sort(part)) for part in (order[count:], order[:count]))
+    note = "there is one case: a fifth of its voxels were held out for validation, in between those trained on"
+    return Samples(others, chosen, [sample], [note])
+
+
+def _split(cases: CaseSet, seed: int) -> Split:
+    count, groups = max(1, round(_HELD_OUT * len(cases))), cases.case_groups
+    apart = None if len(set(groups.values())) > 1 else {name: name for name in groups}
+    return cases.split(len(cases) - count, count, 0, seed=seed, groups=apart)
+
+
+def _any_valid(cases: CaseSet) -> bool:
+    """Whether a voxel of these cases is neither ignored nor masked; reads no scores."""
+    return any(bool(cases[index].valid.any()) for index in range(len(cases)))
