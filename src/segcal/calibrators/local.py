@@ -123,9 +123,8 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
         assert alone is not None
         self.beta.copy_(scaling.beta)
         parts, split_notes = hold_out(data)
-        options = self.epochs, self.learning_rate, self.weight_decay
-        recipe = Recipe(self.inputs, self.per_image, *options, everything=data.voxels == "all", seed=data.seed)
-        found = fit_network(self.network, float(scaling.beta), parts.cases, parts.validation, recipe)
+        recipe = Recipe(self.inputs, self.per_image, self.epochs, self.learning_rate, self.weight_decay)
+        found = fit_network(self.network, float(scaling.beta), parts, recipe)
         better, notes = found.nll_after < found.nll_before, [*alone.notes, *split_notes, *found.notes]
         nll = mean_loss(data.cases, self).nll if better else math.inf
         found = found._replace(nll_before=alone.nll_before, nll_after=nll, notes=notes)

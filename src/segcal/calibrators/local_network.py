@@ -196,12 +196,9 @@ class Window(NamedTuple):
         return slice(min(rows), max(rows) + 1)
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """The box itself, from a tensor ``(N, C, rows, ...)`` that holds the rows of ``source``."""
-        first = self.source.start
-        (start, stop), *others = self.ranges
-        box = (slice(start - first, stop - first), *(slice(*other) for other in others))
-        index = (slice(None), slice(None), *box)
-        return tensor[index]
+        """The rows of the box, from a tensor ``(N, C, rows, ...)`` that holds those of ``source``."""
+        (start, stop), first = self.ranges[0], self.source.start
+        return tensor[:, :, start - first : stop - first]
 
     def padded(self, tensor: Tensor) -> Tensor:
         """The box with its halo; if the kernel is in the plane, the slices of a volume become batch items."""

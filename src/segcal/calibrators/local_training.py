@@ -1,7 +1,7 @@
 """Training the network of local temperature scaling on crops of the cases.
 
 A case is divided into windows that do not overlap. A seeded sample of them, each with the halo that the network needs,
-is drawn once and kept: it fits in memory whatever the number and size of the cases. ``everything`` takes all windows
+is drawn once and kept: it fits in memory whatever the number and size of the cases. ``voxels="all"`` takes all windows
 instead, and reads the cases again in every epoch. If there is only one case, a fifth of its images (of a single image,
 a fifth of its windows) is held out, and all its crops are kept in memory.
 """
@@ -32,7 +32,7 @@ from segcal.calibrators.local_network import (
 )
 from segcal.cases import CaseSet
 from segcal.errors import naming
-from segcal.fitting.data import Fitted, check_voxels
+from segcal.fitting.data import FitData, Fitted, check_voxels
 from segcal.fitting.measured import compared
 from segcal.parallel.threads import torch_threads
 from segcal.solvers import adam
@@ -67,8 +67,6 @@ class Recipe:
     epochs: int
     learning_rate: float
     weight_decay: float
-    everything: bool
-    seed: int
 
 
 class Crops(NamedTuple):
@@ -94,28 +92,26 @@ class Crops(NamedTuple):
         return cls._make(None if own[0] is None else torch.cat(own) for own in zip(*parts, strict=True))
 
 
-def fit_network(
-    network: TemperatureTree, beta: float, cases: CaseSet, validation: CaseSet | None, recipe: Recipe
-) -> Fitted:
+def fit_network(network: TemperatureTree, beta: float, data: FitData, recipe: Recipe) -> Fitted:
     """Train the network in place; it ends in the state of the lowest validation NLL.
 
     The report holds the validation NLL, before with one temperature and after with the network. Its certificate is the
     norm of the gradient of the mean loss at the end.
 
-    ``validation`` is None if there is only one case, of which a part is held out.
+    ``data.validation`` is None if there is only one case, of which a part is held out.
 
     The loss is the mean NLL of ``S(beta z / factor)``, where the factor is the network's output. Adam's first steps
     move every weight by the learning rate, and because neighbouring inputs are similar, these moves add up. So the rate
     falls with the number of inputs of a kernel, and training starts with an epoch at a tenth of it.
     """
-    sides = _crop_sides(cases, network.kernel_axes)
-    train = CropSource(cases, sides, network, recipe, share=1.0)
+    sides = _crop_sides(data.cases, network.kernel_axes)
+    train = CropSource(data, sides, network, recipe, share=1.0)
     notes = []
-    if validation is None:
+    if data.validation is None:
         train, held_out, note = train.divided()
         notes.append(note)
     else:
-        held_out = CropSource(validation, sides, network, recipe, share=0.25)
+        held_out = CropSource(data._replace(cases=data.validation), sides, network, recipe, share=0.25)
     moments: dict[Prefix, _Moments] = {"": _Moments(), "image_": _Moments()}
     for crops in train.batches():
         moments[""].add(network_inputs(crops.scores, recipe.inputs))
@@ -139,7 +135,7 @@ def fit_network(
 
     single = sum(float(_nll(crops, torch.tensor(beta))) for crops in held_out.batches()) / held_out.voxels
     rate = recipe.learning_rate * min(1.0, _INPUTS / network.weight[0].numel())
-    decay, seed = recipe.weight_decay, recipe.seed
+    decay, seed = recipe.weight_decay, data.seed
     train_at = partial(adam, network, loss, train.epoch, objective, weight_decay=decay, patience=_PATIENCE, seed=seed)
     network.requires_grad_(True)
     train_at(learning_rate=rate / 10, max_epochs=1)
@@ -181,14 +177,15 @@ class CropSource:
     """The crops of some cases: a sample of the windows, kept in memory, or all of them, read again every time."""
 
     def __init__(
-        self, cases: CaseSet, sides: tuple[int, ...], network: TemperatureTree, recipe: Recipe, share: float
+        self, data: FitData, sides: tuple[int, ...], network: TemperatureTree, recipe: Recipe, share: float
     ) -> None:
-        self.cases, self.sides, self.axes, self.recipe = cases, sides, network.kernel_axes, recipe
+        self.cases, self.seed, self.sides, self.axes = data.cases, data.seed, sides, network.kernel_axes
+        self.per_image = recipe.per_image
         self.image_channels = network.image_channels
-        padded = math.prod(side + 8 for side in sides) * (cases.num_classes + network.image_channels)
+        padded = math.prod(side + 8 for side in sides) * (data.cases.num_classes + network.image_channels)
         crops = share * min(_VOXELS / math.prod(sides), _VALUES / padded)
-        stream = recipe.everything and len(cases) > 1
-        self.per_case = None if stream else max(1, int(crops / len(cases)))
+        stream = data.voxels == "all" and len(data.cases) > 1
+        self.per_case = None if stream else max(1, int(crops / len(data.cases)))
         self._hold(None if stream else list(self._draw()))
 
     def _hold(self, crops: list[Crops] | None) -> None:
@@ -207,12 +204,12 @@ class CropSource:
         """
         (whole,) = self.parts()
         units, name = torch.unique(whole.owner, return_inverse=True)[1], "images"
-        if not self.recipe.per_image and int(units.max()) == 0:
+        if not self.per_image and int(units.max()) == 0:
             units, name = torch.arange(len(whole.owner)), "windows, beside those trained on,"
         counted = torch.unique(units[(whole.labels != _IGNORED).flatten(1).any(1)])
         if len(counted) < 2:
             return self, self, "there is one case, too small to hold out a part: validated on its training voxels"
-        generator = torch.Generator().manual_seed(self.recipe.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         chosen = counted[torch.randperm(len(counted), generator=generator)[: -(-len(counted) // 5)]]
         later = torch.isin(units, chosen)
         train, held_out = copy.copy(self), copy.copy(self)
@@ -247,13 +244,13 @@ class CropSource:
 
     def _groups(self, crops: Crops) -> list[Tensor]:
         """Groups of crops that must be in the same batch, as indices."""
-        if not self.recipe.per_image:
+        if not self.per_image:
             return list(torch.split(torch.arange(len(crops.owner)), 1))
         return [(crops.owner == image).nonzero()[:, 0] for image in torch.unique(crops.owner)]
 
     def _draw(self) -> Iterator[Crops]:
         """The crops of each case."""
-        generator = torch.Generator().manual_seed(self.recipe.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         images = 0
         for case in self.cases:
             with naming(case=case.id):
@@ -267,10 +264,10 @@ class CropSource:
         valid = case.valid.any(0)
         boxes = _boxes(case.shape[2:], self.sides)
         # The mean over an image includes ignored voxels; otherwise windows without labels are useless.
-        if not self.recipe.per_image or not bool(valid.any()):
+        if not self.per_image or not bool(valid.any()):
             boxes = [box for box in boxes if bool(valid[tuple(slice(*ends) for ends in box)].any())]
         count = len(boxes) if self.per_case is None else min(len(boxes), max(1, self.per_case // case.shape[0]))
-        count = min(count, _PER_IMAGE) if self.recipe.per_image else count
+        count = min(count, _PER_IMAGE) if self.per_image else count
         chosen = torch.randperm(len(boxes), generator=generator)[:count].sort().values.tolist()
         if not case.source.sliceable:
             case.load()

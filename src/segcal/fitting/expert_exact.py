@@ -197,11 +197,7 @@ def sample_voxels(form: ExpertForm, *, everything: bool) -> int:
 
 
 def fit_exactly(
-    form: ExpertForm,
-    strengths: Strengths,
-    first: FirstPass,
-    cases: CaseSet | None = None,
-    start: FloatArray | None = None,
+    form: ExpertForm, strengths: Strengths, first: FirstPass, cases: CaseSet | None, start: FloatArray | None = None
 ) -> tuple[FloatArray, Fitted]:
     """The optimal theta on the sample of a first pass or, given the cases, on all their voxels; and the report."""
     centre = form.scaled_identity(first.beta())

@@ -38,28 +38,28 @@ class Limits(NamedTuple):
             Traceback (most recent call last):
             segcal.errors.InputError: 'beta' holds -1; expected numbers from 0 to 1. To fix: fit and save it again.
         """
-        fix = "fit and save it again"
+
+        def wrong(problem: str, expected: str) -> InputError:
+            return InputError(f"'{name}' {problem}", expected=expected, fix="fit and save it again")
+
         if not tensor.numel():
             return
         values = tensor.detach().double().cpu()
         if not bool(torch.isfinite(values).all()):
-            raise InputError(f"'{name}' is not finite", expected="numbers", fix=fix)
+            raise wrong("is not finite", "numbers")
         low, high = (torch.as_tensor(bound, dtype=torch.float64).expand_as(values) for bound in (self.low, self.high))
         outside = (values < low) | (values > high)
         if bool(outside.any()):
-            raise InputError(
-                f"'{name}' holds {float(values[outside][0]):g}",
-                expected=f"numbers from {float(low[outside][0]):g} to {float(high[outside][0]):g}",
-                fix=fix,
-            )
+            found, least, most = (float(own[outside][0]) for own in (values, low, high))
+            raise wrong(f"holds {found:g}", f"numbers from {least:g} to {most:g}")
         if self.rising and bool((values.diff(dim=-1) < 0).any()):
-            raise InputError(f"'{name}' falls", expected="numbers that rise along the last axis", fix=fix)
+            raise wrong("falls", "numbers that rise along the last axis")
         if self.same_sum or self.total is not None:
             sums = values.sum(-1).reshape(-1)
             wanted = sums.mean() if self.total is None else torch.tensor(self.total, dtype=torch.float64)
             worst = sums[(sums - wanted).abs().argmax()]
             if float((worst - wanted).abs()) > _ROUNDING * max(1.0, float(values.abs().max())):
-                raise InputError(f"'{name}' sums to {float(worst):g}", expected=f"{float(wanted):g}", fix=fix)
+                raise wrong(f"sums to {float(worst):g}", f"{float(wanted):g}")
 
 
 #: Limits of 1 / temperature.

@@ -81,13 +81,8 @@ class VoxelSample:
 
     def take(self, chosen: Ints) -> VoxelSample:
         """The voxels with these indices."""
-        return replace(
-            self,
-            logits=_rows(self.logits, chosen),
-            labels=_rows(self.labels, chosen),
-            strata=self.strata[chosen],
-            keys=self.keys[chosen],
-        )
+        logits, labels = (_rows(own, chosen) for own in (self.logits, self.labels))
+        return VoxelSample(logits, labels, self.strata[chosen], self.keys[chosen], self.sizes)
 
     def standard_error(self, values: FloatArray) -> float:
         """The standard error of the mean over the data, estimated from ``values (n,)`` of the sample."""
