@@ -249,7 +249,7 @@ def test_results_are_on_the_labels_device() -> None:
     ("arguments", "words"),
     [
         ({"mask": torch.ones(1, 4, 5, dtype=torch.bool)}, ["mask", "(1, 4, 5)", "(1, 4, 4)"]),
-        ({"mask": torch.ones(1, 4, 4)}, ["mask", "torch.float32", "torch.bool"]),
+        ({"mask": torch.ones(1, 4, 4)}, ["mask", "torch.float32", "shape (1, 4, 4), bool"]),
         ({"spacing": (1.0,)}, ["spacing", "(1.0,)", "2 positive lengths"]),
         ({"spacing": (1.0, 0.0)}, ["spacing", "(1.0, 0.0)"]),
         ({"spacing": (1.0, math.nan)}, ["spacing", "nan"]),

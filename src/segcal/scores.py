@@ -257,6 +257,21 @@ def free_energy(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, 1)
 
 
+def check_like(name: str, tensor: Tensor, like: Tensor, dtype: str, fix: str | None = None) -> None:
+    """Raise unless a tensor has the shape of another, and is ``bool``, ``floating point`` or of ``integers``."""
+    kinds = {
+        "bool": tensor.dtype == torch.bool,
+        "floating point": tensor.is_floating_point(),
+        "integers": not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool,
+    }
+    if tensor.shape != like.shape or not kinds[dtype]:
+        raise InputError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}",
+            expected=f"shape {tuple(like.shape)}, {dtype}",
+            fix=fix or "scores are (N, C, *spatial), all else (N, *spatial)",
+        )
+
+
 def _log(probabilities: Tensor) -> Tensor:
     return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 

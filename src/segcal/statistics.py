@@ -20,6 +20,8 @@ from segcal.kernels.atoms import add_distances, atoms_of, check_tensors, region_
 from segcal.kernels.tally import Total
 
 EVERYTHING = "everything"
+#: A region, or several for their intersection.
+Region = str | Sequence[str]
 TACE_THRESHOLD = 1e-3  # of Nixon et al. 2019
 _FORMAT, _VERSION = "segcal.VoxelStatistics", 1
 _ARGUMENTS = ("num_classes", "bins", "regions", "classwise", "background", "threshold", "thresholds")
@@ -180,7 +182,7 @@ class VoxelStatistics:
         """Statistics of nothing, with the same arguments."""
         return VoxelStatistics(**self._arguments(), backend=self.backend, threads=self.threads)
 
-    def total(self, region: str | Sequence[str] = EVERYTHING) -> Total:
+    def total(self, region: Region = EVERYTHING) -> Total:
         """The arrays of one region, or of the intersection of several, without the leading axis of atoms.
 
         Energies are relative to ``energy_shift``. Arrays are added up on first use: do not keep the result while these
@@ -199,7 +201,7 @@ class VoxelStatistics:
         chosen = np.array([atom & code == code for atom in self.layout.atoms], dtype=bool)
         return Total(self._tally, chosen)
 
-    def count(self, region: str | Sequence[str] = EVERYTHING) -> int:
+    def count(self, region: Region = EVERYTHING) -> int:
         """Voxels in the region."""
         return int(self.total(region).confusion.sum())
 

@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from segcal.errors import InputError
-from segcal.kernels import survey as module
-from segcal.kernels.survey import survey
+from segcal.kernels import fitting_passes
+from segcal.kernels.fitting_passes import survey
 from segcal.kernels.voxels import Voxels
 
 EDGES = (0.6, 0.9, 0.99)
@@ -26,7 +26,9 @@ def kernel(request):
 
     def run(logits, labels, ignore_index=None, mask=None):
         voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask)
-        return (module._fast if request.param == "loop" else module._reference)(voxels, np.array(EDGES, np.float32))
+        return (fitting_passes._survey_fast if request.param == "loop" else fitting_passes._survey)(
+            voxels, np.array(EDGES, np.float32)
+        )
 
     return run
 

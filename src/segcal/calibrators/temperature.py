@@ -19,7 +19,7 @@ from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
-from segcal.kernels.temperature import TemperatureSums, temperature_sums
+from segcal.kernels.fitting_passes import TemperatureSums, temperature_sums
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
 from segcal.solvers import Newton, Solution, minimise, newton_1d

@@ -15,8 +15,7 @@ from segcal.cases.calibrated import AnyCalibrator
 from segcal.fitting.data import FitData, over_chunks
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import VoxelSample, VoxelSampler
-from segcal.kernels.survey import Survey
-from segcal.kernels.temperature import slope_and_variance
+from segcal.kernels.fitting_passes import Survey, slope_and_variance
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
 from segcal.solvers import newton_1d
 from segcal.types import Case, Chunk

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from segcal.fitting.data import check_voxels
 from segcal.kernels import Voxels
-from segcal.kernels.survey import Survey, survey
+from segcal.kernels.fitting_passes import Survey, survey
 from segcal.types import FloatArray
 
 Ints = NDArray[np.int64]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,7 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
     if expert_map.features == "own-logit":
         return _map(logits, vector_loops.apply_range, (Vector.of(expert_map, classes), keep), threads)
     experts = pack(expert_map, classes)
-
-    def scratch(size: int) -> Any:
-        return expert_loops.new_scratch(classes, experts, size)
-
+    scratch = partial(expert_loops.new_scratch, classes, experts)
     return _map(logits, expert_loops.apply_range, (experts, keep), threads, scratch)
 
 

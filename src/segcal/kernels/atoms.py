@@ -10,6 +10,7 @@ from torch import Tensor
 from segcal.errors import InputError
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import Voxels
+from segcal.scores import check_like
 
 _MAX_ATOMS = 256  # a slot is a uint8
 
@@ -37,13 +38,13 @@ def check_tensors(
         ("uncalibrated", uncalibrated, "integers"),
     ):
         if tensor is not None:
-            _check_like(name, tensor, logits[:, 0], dtype)
+            check_like(name, tensor, logits[:, 0], dtype)
 
 
 def region_masks(names: Sequence[str], labels: Tensor, regions: Mapping[str, Tensor] | Tensor | None) -> list[Tensor]:
     """One bool mask per region, in the order of ``names``, from masks by name or a tensor of indices."""
     if isinstance(regions, Tensor):
-        _check_like("regions", regions, labels, "integers")
+        check_like("regions", regions, labels, "integers")
         if bool((regions >= len(names)).any()):
             raise InputError(f"region index {int(regions.max())}", expected=f"less than {len(names)}")
         return [regions == index for index in range(len(names))]
@@ -51,7 +52,7 @@ def region_masks(names: Sequence[str], labels: Tensor, regions: Mapping[str, Ten
     if set(given) != set(names):
         raise InputError(f"regions are {sorted(given)}", expected=f"{sorted(names)}, as named at construction")
     for name, mask in given.items():
-        _check_like(f"region {name!r}", mask, labels, "bool")
+        check_like(f"region {name!r}", mask, labels, "bool")
     return [given[name] for name in names]
 
 
@@ -89,17 +90,3 @@ def add_distances(result: Tally, distance: Tensor, voxels: Voxels) -> None:
         result.distance[:, 0] += torch.bincount(slots[finite], weights=values[finite], minlength=size).numpy()
         result.distance[:, 1] += torch.bincount(slots[finite], minlength=size).numpy()
         result.distance[:, 2] += torch.bincount(slots[keep], minlength=size).numpy()
-
-
-def _check_like(name: str, tensor: Tensor, like: Tensor, dtype: str) -> None:
-    kinds = {
-        "bool": tensor.dtype == torch.bool,
-        "floating point": tensor.is_floating_point(),
-        "integers": not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool,
-    }
-    if tensor.shape != like.shape or not kinds[dtype]:
-        raise InputError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}",
-            expected=f"shape {tuple(like.shape)}, {dtype}",
-            fix="scores are (N, C, *spatial), all else (N, *spatial)",
-        )

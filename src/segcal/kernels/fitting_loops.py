@@ -1,4 +1,4 @@
-"""The compiled loops of ``segcal.kernels.temperature``, ``segcal.kernels.survey`` and ``segcal.fitting.sampling``."""
+"""The compiled loops of ``segcal.kernels.fitting_passes`` and ``segcal.fitting.sampling``."""
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
 # (numba infers the types of compiled functions itself)

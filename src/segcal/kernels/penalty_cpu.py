@@ -91,12 +91,8 @@ def add_phr_lines(z, codes, first, last, depth_radius, radius, multipliers, rho,
         sums = value[image, layer, row]
         for k in range(classes):
             own, scores = counts[k], z[image, k, layer, row]
-            inner_lambda, outer_lambda, inner_rho, outer_rho = (
-                multipliers[0, k],
-                multipliers[1, k],
-                rho[0, k],
-                rho[1, k],
-            )
+            inner_lambda, outer_lambda = multipliers[0, k], multipliers[1, k]
+            inner_rho, outer_rho = rho[0, k], rho[1, k]
             for v in range(width):
                 gap = scores[v] - np.float32(own[v]) * share[v]
                 own_lambda = outer_lambda if outer[v] else inner_lambda

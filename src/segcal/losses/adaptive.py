@@ -216,7 +216,7 @@ class Multipliers(nn.Module):
         self.trace = list(state)
 
 
-class CRaC(Loss):
+class CRaC(Loss, id="crac", function=crac, neighbourhood=True, translation_invariant=False):
     """``crac`` as a module that holds its multipliers and learns them.
 
     After every epoch pass the validation batches to ``observe`` and call ``update``, or use a helper of
@@ -231,11 +231,6 @@ class CRaC(Loss):
         tensor([[1.0000e-06, 1.0000e-01],
                 [1.0000e-06, 1.0000e-06]], dtype=torch.float64)
     """
-
-    id = "crac"
-    function = staticmethod(crac)
-    neighbourhood = True
-    translation_invariant = False
 
     def __init__(self, num_classes: int, margin: float = 1.0, **options: Any) -> None:
         super().__init__(margin=margin, **options)

@@ -1,4 +1,4 @@
-"""The module that wraps a loss function. Every loss class is a subclass that names its id and its function."""
+"""The module that wraps a loss function. Every loss is a subclass that names its id and function in its class line."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ class Loss(nn.Module):
     class_weights: Tensor | None
     base: Any
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, *, function: Callable[..., Tensor] | None = None, **attributes: Any) -> None:
         super().__init_subclass__()
-        if "function" in cls.__dict__:
+        for name, value in attributes.items():
+            setattr(cls, name, value)
+        if function is not None:
+            cls.function = staticmethod(function)
             parameters = _all_parameters(cls.function)
             cls._signature = inspect.Signature([one for one in parameters if one.default is not one.empty])
             # So that help() and notebooks show all options.

@@ -170,7 +170,7 @@ def _average_gap(batch: Batch, bins: Bins, num_bins: int) -> Tensor:
     return (average.mean(1).sum() / images).to(p.dtype)
 
 
-class Dice(Loss):
+class Dice(Loss, id="dice", function=dice):
     """``dice`` as a module.
 
     Examples:
@@ -178,11 +178,8 @@ class Dice(Loss):
         tensor(0.6044)
     """
 
-    id = "dice"
-    function = staticmethod(dice)
 
-
-class CrossEntropyDice(Loss):
+class CrossEntropyDice(Loss, id="ce-dice", function=cross_entropy_dice):
     """``ce-dice``, see ``cross_entropy_dice``, as a module.
 
     Examples:
@@ -190,11 +187,8 @@ class CrossEntropyDice(Loss):
         tensor(1.2976)
     """
 
-    id = "ce-dice"
-    function = staticmethod(cross_entropy_dice)
 
-
-class MMCE(Loss):
+class MMCE(Loss, id="mmce", function=mmce):
     """``mmce`` as a module.
 
     Examples:
@@ -202,17 +196,11 @@ class MMCE(Loss):
         MMCE(weight=2.0, width=0.4, ignore_index=255)
     """
 
-    id = "mmce"
-    function = staticmethod(mmce)
 
-
-class ML1ACE(Loss):
+class ML1ACE(Loss, id="ml1-ace", function=ml1_ace):
     """``ml1-ace`` as a module.
 
     Examples:
         >>> ML1ACE(bins="soft")
         ML1ACE(weight=1.0, bins='soft', num_bins=20, ignore_index=255)
     """
-
-    id = "ml1-ace"
-    function = staticmethod(ml1_ace)

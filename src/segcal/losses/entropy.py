@@ -152,7 +152,7 @@ def _wrong_confidence_terms(batch: Batch, _: Tensor | None = None) -> Terms:
     return Terms(value * wrong, None if gradient is None else gradient.mul_(wrong.unsqueeze(1)))
 
 
-class Focal(Loss):
+class Focal(Loss, id="focal", function=focal):
     """``focal`` as a module.
 
     Examples:
@@ -160,11 +160,8 @@ class Focal(Loss):
         tensor(2.)
     """
 
-    id = "focal"
-    function = staticmethod(focal)
 
-
-class LabelSmoothing(Loss):
+class LabelSmoothing(Loss, id="ls", function=label_smoothing):
     """``ls``, see ``label_smoothing``, as a module.
 
     Examples:
@@ -172,11 +169,8 @@ class LabelSmoothing(Loss):
         tensor(2.)
     """
 
-    id = "ls"
-    function = staticmethod(label_smoothing)
 
-
-class MbLS(Loss):
+class MbLS(Loss, id="mbls", function=mbls):
     """``mbls`` as a module.
 
     Examples:
@@ -184,11 +178,8 @@ class MbLS(Loss):
         MbLS(weight=0.1, margin=5.0, ignore_index=255, reduction='mean')
     """
 
-    id = "mbls"
-    function = staticmethod(mbls)
 
-
-class ECP(Loss):
+class ECP(Loss, id="ecp", function=ecp):
     """``ecp`` as a module.
 
     Examples:
@@ -196,17 +187,11 @@ class ECP(Loss):
         tensor(0.)
     """
 
-    id = "ecp"
-    function = staticmethod(ecp)
 
-
-class MEEP(Loss):
+class MEEP(Loss, id="meep", function=meep):
     """``meep`` as a module.
 
     Examples:
         >>> MEEP()(torch.tensor([[[[1.0]], [[0.0]]]]), torch.ones(1, 1, 1, dtype=torch.long))
         tensor(0.7311)
     """
-
-    id = "meep"
-    function = staticmethod(meep)

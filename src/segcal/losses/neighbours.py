@@ -206,7 +206,7 @@ def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
     return (1 - square.sqrt() / REACH).clamp_min(0) + FLOOR
 
 
-class SVLS(Loss):
+class SVLS(Loss, id="svls", function=svls, neighbourhood=True):
     """``svls`` as a module.
 
     Examples:
@@ -214,12 +214,8 @@ class SVLS(Loss):
         SVLS(sigma=1.0, share=0.5, ignore_index=255, reduction='mean')
     """
 
-    id = "svls"
-    function = staticmethod(svls)
-    neighbourhood = True
 
-
-class NACL(Loss):
+class NACL(Loss, id="nacl", function=nacl, neighbourhood=True, translation_invariant=False):
     """``nacl`` as a module.
 
     Examples:
@@ -228,22 +224,11 @@ class NACL(Loss):
         tensor(0.7431)
     """
 
-    id = "nacl"
-    function = staticmethod(nacl)
-    neighbourhood = True
-    translation_invariant = False
 
-
-class BWCR(Loss):
+class BWCR(Loss, id="bwcr", function=bwcr, neighbourhood=True, translation_invariant=False, views=2):
     """``bwcr`` as a module.
 
     Examples:
         >>> BWCR()
         BWCR(weight=1.0, ignore_index=255, reduction='mean')
     """
-
-    id = "bwcr"
-    function = staticmethod(bwcr)
-    neighbourhood = True
-    translation_invariant = False
-    views = 2

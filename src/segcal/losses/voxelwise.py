@@ -260,13 +260,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, **options: Unpack[VoxelOptions
     return weighted_loss(logits, labels, cross_entropy_terms, **options)
 
 
-class CrossEntropy(Loss):
+class CrossEntropy(Loss, id="ce", function=cross_entropy):
     """``ce`` as a module; see ``cross_entropy``.
 
     Examples:
         >>> CrossEntropy()(torch.zeros(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.long)).exp()
         tensor(2.)
     """
-
-    id = "ce"
-    function = staticmethod(cross_entropy)

@@ -22,7 +22,7 @@ from segcal.kernels.tally import Total
 from segcal.metrics.measure import Measure
 from segcal.metrics.reliability import class_grid, reliability
 from segcal.regions import BANDS
-from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.statistics import EVERYTHING, Region, VoxelStatistics
 
 __all__ = [
     "ace",
@@ -41,7 +41,6 @@ __all__ = [
     "smece",
 ]
 
-Region = str | Sequence[str]
 Reduction = Literal["mean", "sum"]
 
 

@@ -21,10 +21,9 @@ from segcal.errors import InputError, check_name
 from segcal.kernels import AffineMap, Voxels
 from segcal.kernels.reference import refine
 from segcal.kernels.tally import Counts, Sums
-from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
 from segcal.metrics.reliability import class_grid
-from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.statistics import EVERYTHING, Region, VoxelStatistics
 
 __all__ = ["SecondPass", "ace_adaptive", "tace"]
 
@@ -188,17 +187,12 @@ def tace(
 
 
 def tace_second_pass(
-    stats: VoxelStatistics,
-    *,
-    region: Region = EVERYTHING,
-    threshold: float | None = None,
-    binning: str = "mass",
-    **options: Any,
+    stats: VoxelStatistics, *, threshold: float | None = None, binning: str = "mass", **options: Any
 ) -> SecondPass | None:
     """The second pass that makes ``tace`` with these arguments exact; with equal-width bins the first one is."""
     if binning != "mass":
         return None
-    return SecondPass(stats, threshold=stats.threshold if threshold is None else threshold, region=region, **options)
+    return SecondPass(stats, threshold=stats.threshold if threshold is None else threshold, **options)
 
 
 def _mean_over_classes(

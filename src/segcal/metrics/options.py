@@ -19,16 +19,12 @@ from segcal.metrics.measure import MetricSpec
 __all__ = ["check_options", "options_of"]
 
 _Range = tuple[Callable[[float], bool], str]
-_ANY: _Range = lambda number: True, ""
-_NOT_NEGATIVE: _Range = lambda number: number >= 0, " of 0 or more"
-# The range of each option, as a test and in words; the same for all metrics.
+# The range of each option, as a test and in words, the same for all metrics; that of the others.
 _RANGES: dict[str, _Range] = {
-    "num_bins": (lambda number: 1 <= number <= MAX_BINS, f" from 1 to {MAX_BINS}"),
-    "threshold": (lambda number: 0 < number < 1, " between 0 and 1"),
-    "tolerance": _NOT_NEGATIVE,
-    "absent": _NOT_NEGATIVE,
-    "predicted": _NOT_NEGATIVE,
+    "num_bins": (lambda number: 1 <= number <= MAX_BINS, f"from 1 to {MAX_BINS}"),
+    "threshold": (lambda number: 0 < number < 1, "between 0 and 1"),
 }
+_NOT_NEGATIVE: _Range = lambda number: number >= 0, "of 0 or more"
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Option:
             found.append("true or false")
         elif self.number is not None:
             kind = "a whole number" if self.number is int else "a number"
-            found.append(kind + _RANGES.get(self.name, _ANY)[1])
+            found.append(f"{kind} {_RANGES.get(self.name, _NOT_NEGATIVE)[1]}")
         return " or ".join(found)
 
     def value(self, given: object) -> Any:
@@ -63,7 +59,7 @@ class Option:
             whole = isinstance(given, str) or number == given
         except (TypeError, ValueError, OverflowError):
             return None
-        inside, _ = _RANGES.get(self.name, _ANY)
+        inside, _ = _RANGES.get(self.name, _NOT_NEGATIVE)
         return number if whole and math.isfinite(number) and inside(number) else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from segcal.errors import InputError
 from segcal.kernels import BinGrid
 from segcal.kernels.tally import Total
-from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.statistics import EVERYTHING, Region, VoxelStatistics
 
 __all__ = ["Reliability", "predicted_reliability", "reliability"]
 
@@ -58,7 +57,7 @@ def reliability(
     statistics: VoxelStatistics,
     num_bins: int = 15,
     *,
-    region: str | Sequence[str] = EVERYTHING,
+    region: Region = EVERYTHING,
     predicted: int | None = None,
     probability_of: int | None = None,
 ) -> Reliability:
@@ -91,7 +90,7 @@ def reliability(
 
 
 def predicted_reliability(
-    statistics: VoxelStatistics, num_bins: int = 15, *, region: str | Sequence[str] = EVERYTHING
+    statistics: VoxelStatistics, num_bins: int = 15, *, region: Region = EVERYTHING
 ) -> list[Reliability]:
     """Reliability of the voxels predicted as each class: ``reliability(..., predicted=k)`` of all classes at once.
 

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segcal.errors import check_name
-from segcal.metrics.calibration import Region
 from segcal.metrics.measure import Measure
-from segcal.statistics import EVERYTHING, VoxelStatistics
+from segcal.statistics import EVERYTHING, Region, VoxelStatistics
 
 __all__ = ["accuracy", "dice_per_class", "dsc", "flip", "miou", "volume_dice"]
 

@@ -27,6 +27,7 @@ from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.scores import check_like
 
 # Voxels to work on at once: arrays of about 32 MB, where those of whole volumes would take gigabytes.
 CHUNK = 2**22
@@ -136,10 +137,5 @@ def _distance_transform(boundary: NDArray[np.bool_], spacing: tuple[float, ...],
 
 def checked_mask(mask: Tensor, labels: Tensor, name: str) -> Tensor:
     """A bool mask of the labels' shape, on their device."""
-    if mask.shape != labels.shape or mask.dtype != torch.bool:
-        raise InputError(
-            f"{name} has shape {tuple(mask.shape)} and dtype {mask.dtype}",
-            expected=f"shape {tuple(labels.shape)}, the same as the labels, and dtype torch.bool",
-            fix=f"pass {name} as (N, *spatial), True where a voxel belongs",
-        )
+    check_like(name, mask, labels, "bool", f"pass {name} as (N, *spatial), True where a voxel belongs")
     return mask.to(labels.device)
