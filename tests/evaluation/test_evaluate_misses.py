@@ -10,7 +10,7 @@ import segcal
 from datasets import plain
 from segcal.evaluation.evaluate import evaluate
 from segcal.evaluation.results import POOLED, Results
-from segcal.study.summary.data import missed_classes
+from segcal.study.summary.voxels import missed_classes
 from segcal.study.work.tasks import Evaluation
 
 SIZE = 20

@@ -104,7 +104,7 @@ def test_same_study_same_page(folder, tmp_path):
 
 
 def test_five_hundred_cases_stay_small(tmp_path, monkeypatch):
-    monkeypatch.setattr("segcal.report.write_figures", lambda study, folder: ([], []))
+    monkeypatch.setattr("segcal.report.figures.write_figures", lambda study, folder: [])
     study = write(tmp_path, cases=500, methods=20, repeats=3, pictures=False)
     assert write_report(tmp_path).stat().st_size < 1_500_000
     # The worst that can come: every metric, many regions and classes, and twelve volumes of noise.

@@ -16,7 +16,7 @@ from segcal.errors import InputError, OutputError, SegcalError
 from segcal.evaluation.evaluate import evaluate
 from segcal.study import Study, compare
 from segcal.study.splits import split_cases
-from segcal.study.summary.data import label_counts
+from segcal.study.summary.voxels import label_counts
 from segcal.study.work.store import Store, fingerprints
 from segcal.study.work.tasks import FitTask, run_fits
 from segcal.synthetic import Temperature, demo_plant, scenes
@@ -213,11 +213,11 @@ def test_declared_splits_without_a_validation_part_hold_some_calibration_cases_o
 
 def test_no_two_repeats_are_the_same_split():
     three = replace(small(9), groups={name: "abbcccccc"[i] for i, name in enumerate(small(9).ids)})
-    found = split_cases(three, 9, (0.5, 0.2, 0.3), seed=0)
-    parts = [tuple(part.ids for part in split) for split in found.splits]
+    splits, origin, warnings = split_cases(three, 9, (0.5, 0.2, 0.3), seed=0)
+    parts = [tuple(part.ids for part in split) for split in splits]
     assert 3 <= len(set(parts)) == len(parts) <= 6  # Three groups in three parts: there are no more.
-    assert found.warnings == [f"{len(parts)} repeats instead of 9: these cases give no more different splits."]
-    assert found.origin == f"{len(parts)} random splits"
+    assert warnings == [f"{len(parts)} repeats instead of 9: these cases give no more different splits."]
+    assert origin == f"{len(parts)} random splits"
     declared = {"calibration": three.ids[:1], "validation": three.ids[1:3], "test": three.ids[3:]}
     document = compare(replace(three, splits=declared), ("ts",), 4, **QUICK).document
     assert document["about"]["settings"]["repeats"] == len(document["splits"]) <= 2

@@ -28,6 +28,12 @@ _ZEROS = 2**20
 _TOKEN, _NUMBERS = secrets.token_hex(4), itertools.count()
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file that appears complete or not at all."""
+    with atomic_path(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def atomic_path(path: Path, *, folder: bool = False, replace: bool = False) -> Iterator[Path]:
     """A temporary name beside ``path``. It is renamed to ``path`` if the block succeeds, and removed if it fails.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,6 @@ from segcal.parallel.threads import torch_threads
 from segcal.plots import style
 from segcal.regions import BAND_EDGES
 from segcal.regions.boundary import valid_voxels
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, FigureBase
-
 
 #: The distance bands of ``ba-ece``, as plots name them.
 BAND_NAMES = [f"{low:g}–{high:g}" if high < math.inf else f"≥{low:g}" for low, high in pairwise(BAND_EDGES)]
@@ -57,10 +52,8 @@ class BoundaryProfile:
         if num_bins < 1 or not width > 0:
             raise InputError(f"num_bins is {num_bins} and width is {width}", expected="at least 1, and positive")
         self.width = float(width)
-        self.count = np.zeros(num_bins + 1, np.int64)
-        self.correct = np.zeros(num_bins + 1, np.int64)
-        self.confidence = np.zeros(num_bins + 1, np.float64)
-        self.distance = np.zeros(num_bins + 1, np.float64)
+        self.count, self.correct = np.zeros((2, num_bins + 1), np.int64)
+        self.confidence, self.distance = np.zeros((2, num_bins + 1), np.float64)
 
     @torch_threads(1)
     def update(
@@ -79,7 +72,8 @@ class BoundaryProfile:
             raise InputError(
                 f"distance has shape {tuple(distance.shape)}", expected=f"{tuple(labels.shape)} as the labels have"
             )
-        added = BoundaryProfile(len(self.count) - 1, self.width)
+        size = len(self.count)
+        added = BoundaryProfile(size - 1, self.width)
         for part in checked_parts(logits, labels, valid_voxels(labels, ignore_index=ignore_index, mask=mask)):
             scores = part.columns
             right = scores.max(0).indices == part.labels[part.valid]
@@ -88,16 +82,13 @@ class BoundaryProfile:
             if bool((away < 0).any() | away.isnan().any()):
                 raise InputError("distance is negative or NaN", expected="distances of boundary_distance")
             # Distances are float32: 0.7 must not be rounded down, out of the bin that begins at 0.7.
-            index = (away / self.width + 1e-6).clamp(max=len(self.count) - 1).long()
-            added._add(*(tensor.cpu() for tensor in (index, confidence, right, away)))
+            index = (away / self.width + 1e-6).clamp(max=size - 1).long()
+            index, confidence, right, away = (tensor.cpu() for tensor in (index, confidence, right, away))
+            added.count += torch.bincount(index, minlength=size).numpy()
+            added.correct += torch.bincount(index[right], minlength=size).numpy()
+            added.confidence += torch.bincount(index, weights=confidence, minlength=size).numpy()
+            added.distance += torch.bincount(index, weights=away.nan_to_num(posinf=0.0), minlength=size).numpy()
         return self.merge(added)
-
-    def _add(self, index: Tensor, confidence: Tensor, right: Tensor, distance: Tensor) -> None:
-        size = len(self.count)
-        self.count += torch.bincount(index, minlength=size).numpy()
-        self.correct += torch.bincount(index[right], minlength=size).numpy()
-        self.confidence += torch.bincount(index, weights=confidence, minlength=size).numpy()
-        self.distance += torch.bincount(index, weights=distance.nan_to_num(posinf=0.0), minlength=size).numpy()
 
     def merge(self, other: BoundaryProfile) -> BoundaryProfile:
         """Add the sums of ``other``, which must have the same bins."""
@@ -137,8 +128,8 @@ class BoundaryProfile:
 
 
 def boundary_curve(
-    profile: BoundaryProfile, *, unit: str = "voxels", title: str | None = None, figure: FigureBase | None = None
-) -> Figure:
+    profile: BoundaryProfile, *, unit: str = "voxels", title: str | None = None, figure: style.FigureBase | None = None
+) -> style.Figure:
     """Confidence and accuracy against the distance to the boundary, the gap between them, and the share of voxels.
 
     The numbers at the top are the gaps (confidence - accuracy) in the bands of ``ba-ece``, which are shaded. A band has
@@ -183,7 +174,7 @@ def boundary_curve(
     return style.titled(canvas, title)
 
 
-def _draw_curves(ax: Axes, profile: BoundaryProfile) -> None:
+def _draw_curves(ax: style.Axes, profile: BoundaryProfile) -> None:
     """Lines through the mean distance of each bin. The last bin has no mean and is drawn apart."""
     x = style.ratio(profile.distance, profile.count)
     x[-1] = profile.edges[-1] + profile.width / 2
@@ -210,7 +201,7 @@ def _draw_curves(ax: Axes, profile: BoundaryProfile) -> None:
     ax.legend(loc="lower right", **style.LEGEND)
 
 
-def _mark_bands(top: Axes, bottom: Axes, profile: BoundaryProfile) -> None:
+def _mark_bands(top: style.Axes, bottom: style.Axes, profile: BoundaryProfile) -> None:
     """Shade every second band and write the gap of each above it."""
     look: dict[str, Any] = {"va": "bottom", "fontsize": style.SMALL, "transform": top.get_xaxis_transform()}
     top.text(-0.6 * profile.width, 1.01, "band\ngap", ha="right", color=style.INK, **look)

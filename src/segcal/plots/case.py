@@ -5,9 +5,9 @@ Calibration over an image can hide miscalibration in its parts (Ding et al., Fig
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,10 +22,6 @@ from segcal.plots.view import Plane, View
 from segcal.regions import PATCH_COUNT, PATCH_SIZE, CaseRegions, Window, local_patches
 from segcal.statistics import VoxelStatistics
 from segcal.types import Case
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, FigureBase
 
 _WITH_IMAGE: list[Any] = [["image", "label", "prediction", "error"], ["confidence", "balance", "band", "legend"]]
 _WITHOUT: list[Any] = [["label", "prediction", "error", "legend"], ["confidence", "balance", "band", "legend"]]
@@ -42,8 +38,8 @@ def spatial_maps(
     slice_index: int | None = None,
     channel: int = 0,
     title: str | None = None,
-    figure: FigureBase | None = None,
-) -> Figure:
+    figure: style.FigureBase | None = None,
+) -> style.Figure:
     """Image, label, prediction, confidence, error, confidence balance and distance band, side by side.
 
     For a volume, one slice along the first axis is shown, and only that slice of the scores is read; distances are
@@ -84,16 +80,16 @@ def spatial_maps(
     error = np.ma.masked_invalid(planes["error"])
     wrong = style.share(float(np.nansum(planes["error"])), error.count())
     _draw_steps(axes["error"], view, error, f"error ({wrong} wrong)", ("#FFFFFF", style.WRONG))
-    _draw_confidence(canvas, axes["confidence"], view, planes["confidence"])
-    _draw_balance(canvas, axes["balance"], view, planes["confidence-balance"])
-    _draw_bands(canvas, axes["band"], view, view.plane(regions.bands))
+    _draw_confidence(axes["confidence"], view, planes["confidence"])
+    _draw_balance(axes["balance"], view, planes["confidence-balance"])
+    _draw_bands(axes["band"], view, view.plane(regions.bands))
     shown = np.bincount(np.append(labels[valid], planes["prediction"].ravel()), minlength=len(names))
     rows = int(inches / 2 / _ENTRY_HEIGHT)
     _draw_legend(axes["legend"], shown.tolist(), names, colours, rows, ignored=not valid.all())
     return style.titled(canvas, view.name if title is None else title)
 
 
-def _draw_steps(ax: Axes, view: View, plane: Plane, title: str, colours: Sequence[str]) -> Any:
+def _draw_steps(ax: style.Axes, view: View, plane: Plane, title: str, colours: Sequence[str]) -> Any:
     """A map of whole numbers, with one colour for each."""
     from matplotlib.colors import ListedColormap
 
@@ -101,29 +97,27 @@ def _draw_steps(ax: Axes, view: View, plane: Plane, title: str, colours: Sequenc
     return view.show(ax, plane, title, cmap=ListedColormap(list(colours)), **limits)
 
 
-def _draw_confidence(figure: FigureBase, ax: Axes, view: View, confidence: Plane) -> None:
+def _draw_confidence(ax: style.Axes, view: View, confidence: Plane) -> None:
     least = 1 / view.case.shape[1]
     middle = (1 + least) / 2
     labels = {least: f"1/C = {least:.2g}", middle: f"{middle:.2g}", 1.0: "1"}
-    _draw_scaled(figure, ax, view, confidence, "confidence", "viridis", labels)
+    _draw_scaled(ax, view, confidence, "confidence", "viridis", labels)
 
 
-def _draw_balance(figure: FigureBase, ax: Axes, view: View, balance: Plane) -> None:
+def _draw_balance(ax: style.Axes, view: View, balance: Plane) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     finite = np.abs(balance[np.isfinite(balance)])
     limit = max(float(np.percentile(finite, 98)) if finite.size else 1.0, 1e-3)
     labels = {-limit: f"−{limit:.2g} under", 0.0: "0", limit: f"{limit:.2g} over"}
     signed = LinearSegmentedColormap.from_list("segcal-signed", [style.UNDER, "#FFFFFF", style.OVER])
-    _draw_scaled(figure, ax, view, balance, "confidence balance (NLL − entropy)", signed, labels)
+    _draw_scaled(ax, view, balance, "confidence balance (NLL − entropy)", signed, labels)
 
 
-def _draw_scaled(
-    figure: FigureBase, ax: Axes, view: View, plane: Plane, title: str, colours: Any, labels: Mapping[float, str]
-) -> None:
+def _draw_scaled(ax: style.Axes, view: View, plane: Plane, title: str, colours: Any, labels: dict[float, str]) -> None:
     """A map with a colour scale, labelled at both ends and in the middle."""
     shown = view.show(ax, np.ma.masked_invalid(plane), title, cmap=colours, vmin=min(labels), vmax=max(labels))
-    bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
+    bar = style.scale(ax, shown, below=view.shape[1] / view.shape[0])
     bar.set_ticks(list(labels), labels=list(labels.values()))
     # The outer labels stay within the scale, so that all panels are aligned.
     first, _, last = bar.ax.get_xticklabels()
@@ -131,15 +125,15 @@ def _draw_scaled(
     last.set_horizontalalignment("right")
 
 
-def _draw_bands(figure: FigureBase, ax: Axes, view: View, bands: Plane) -> None:
+def _draw_bands(ax: style.Axes, view: View, bands: Plane) -> None:
     title = "distance band (voxels)" if view.case.spacing is None else "distance band"
     shown = _draw_steps(ax, view, np.ma.masked_less(bands, 0), title, _BAND_COLOURS)
-    bar = style.scale(figure, ax, shown, below=view.shape[1] / view.shape[0])
+    bar = style.scale(ax, shown, below=view.shape[1] / view.shape[0])
     bar.set_ticks(range(len(BAND_NAMES)), labels=BAND_NAMES)
 
 
 def _draw_legend(
-    ax: Axes, counts: Sequence[int], names: Sequence[str], colours: Sequence[str], rows: int, *, ignored: bool
+    ax: style.Axes, counts: Sequence[int], names: Sequence[str], colours: Sequence[str], rows: int, *, ignored: bool
 ) -> None:
     """The classes that occur, in order; of more than fit into two columns of ``rows``, the most frequent."""
     from matplotlib.patches import Patch
@@ -174,8 +168,8 @@ def local_reliability(
     slice_index: int | None = None,
     channel: int = 0,
     title: str | None = None,
-    figure: FigureBase | None = None,
-) -> Figure:
+    figure: style.FigureBase | None = None,
+) -> style.Figure:
     """An image with random patches coloured by their ECE, and diagrams of the whole, the best and the worst patch.
 
     The bars, in the same colours, are the local ECEs in order; their mean and maximum are Local-Avg and Local-Max.
@@ -251,7 +245,7 @@ def _reliability(view: View, window: Window, num_bins: int) -> Reliability:
     return reliability(statistics, num_bins)
 
 
-def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
+def _draw_image(ax: style.Axes, view: View, patches: Sequence[Patch]) -> None:
     """The image in pale grey, so that the outlines stand out; without an image, the confidence."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
@@ -290,14 +284,14 @@ def _draw_image(ax: Axes, view: View, patches: Sequence[Patch]) -> None:
             )  # fmt: skip
 
 
-def _draw_small(ax: Axes, part: Reliability, name: str) -> None:
+def _draw_small(ax: style.Axes, part: Reliability, name: str) -> None:
     draw_diagram(ax, part, small=True)
     title = f"{name}\nECE {style.number(ece(part))}"
     style.tidy(ax, title=title, xlabel="confidence", ylabel="accuracy", label_size=style.SMALL)
     ax.set_box_aspect(1)
 
 
-def _draw_spread(ax: Axes, patches: Sequence[Patch], total: float) -> None:
+def _draw_spread(ax: style.Axes, patches: Sequence[Patch], total: float) -> None:
     """The local ECEs in order, with their mean and the ECE of the whole case."""
     ax.set_box_aspect(1)
     if len(patches) < 2:
@@ -320,9 +314,7 @@ def _draw_spread(ax: Axes, patches: Sequence[Patch], total: float) -> None:
 
 def _colours(patches: Sequence[Patch]) -> list[tuple[float, float, float, float]]:
     """One colour per patch, darker for a larger ECE. The patches are sorted, so the last one has the largest."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib import colormaps
 
     values = np.array([patch.ece for patch in patches])
-    shades = ScalarMappable(Normalize(0, max(*values, 1e-6)), "YlOrRd").to_rgba(values)
-    return [tuple(shade) for shade in shades]
+    return [tuple(shade) for shade in colormaps["YlOrRd"](values / values.max(initial=1e-6))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,20 +10,18 @@ from segcal.cases.calibrated import AnyCalibrator, case_scores, of_channel, scor
 from segcal.cases.caseset import CaseSet
 from segcal.evaluation.results import Results
 from segcal.files.atomic import file_name
+from segcal.plots import style
 from segcal.plots.boundary import BoundaryProfile, boundary_curve
 from segcal.plots.case import local_reliability, spatial_maps
 from segcal.plots.logits import LogitHistogram, logit_magnitudes
 from segcal.plots.reliability import classwise_diagram, ece, from_bins, reliability_diagram
 from segcal.regions import PATCH_SIZE, CaseRegions
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # How many cases get pictures of their own.
 _CASES_SHOWN = 4
 
 
-def reliability_figures(results: Results) -> Iterator[tuple[str, Figure]]:
+def reliability_figures(results: Results) -> Iterator[tuple[str, style.Figure]]:
     """Two named figures for every region: the top-label diagram with its bootstrap band, and one diagram per class.
 
     For multi-label data, names begin with ``channel-``, the channel's number and a slash, and titles with its name.
@@ -51,7 +48,7 @@ def case_figures(
     calibrator: AnyCalibrator = None,
     *,
     progress: Callable[[str], None] = lambda case: None,
-) -> Iterator[tuple[str, Figure]]:
+) -> Iterator[tuple[str, style.Figure]]:
     """Named figures that need the voxels, from one more read of the cases that were evaluated.
 
     ``boundary`` is the confidence and accuracy by distance to the boundary, ``logits`` the distribution of the logits,
@@ -88,7 +85,7 @@ def _channels(results: Results) -> Iterator[tuple[int | None, Results, str, str]
 
 def _case_figures(
     results: Results, cases: CaseSet, calibrator: AnyCalibrator, title: str, progress: Callable[[str], None]
-) -> Iterator[tuple[str, Figure]]:
+) -> Iterator[tuple[str, style.Figure]]:
     profile, histogram = BoundaryProfile(), LogitHistogram(cases.num_classes)
     worst, unit = _worst_cases(results), "voxels"
     for case in cases:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,13 +15,10 @@ from segcal.parallel.threads import torch_threads
 from segcal.plots import style
 from segcal.regions.boundary import valid_voxels
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, FigureBase
-
 # The histograms reach from -_LIMIT to _LIMIT, in bins of _WIDTH.
 _LIMIT, _WIDTH = 64.0, 0.25
 _BINS = int(2 * _LIMIT / _WIDTH)
+_EDGES: NDArray[np.float64] = np.linspace(-_LIMIT, _LIMIT, _BINS + 1)
 
 
 class LogitHistogram:
@@ -65,21 +61,17 @@ class LogitHistogram:
             raise InputError(f"logits have shape {tuple(logits.shape)}", expected=f"(N, {classes}, *spatial)")
         added = LogitHistogram(classes)
         for part in checked_parts(logits, labels, valid_voxels(labels, ignore_index=ignore_index, mask=mask)):
-            added._add(part.columns.cpu(), part.labels[part.valid].cpu())
+            z, y = part.columns.cpu(), part.labels[part.valid].cpu()
+            own = z.gather(0, y[None])[0]
+            rival = z.scatter(0, y[None], -torch.inf).amax(0)
+            every = _counts(torch.arange(classes)[:, None].expand_as(z), z, classes)
+            mine = _counts(y, own, classes)
+            added.own += mine
+            added.other += every - mine
+            added.margin += _counts(y, own - rival, classes)
+            for k in range(classes):
+                added.magnitude[:, k] += torch.bincount(y, weights=z[k].abs(), minlength=classes).numpy()
         return self.merge(added)
-
-    def _add(self, z: Tensor, y: Tensor) -> None:
-        """Add ``z (C, v)`` with labels ``y (v,)``."""
-        classes = len(self.own)
-        own = z.gather(0, y[None])[0]
-        rival = z.scatter(0, y[None], -torch.inf).amax(0)
-        every = _counts(torch.arange(classes)[:, None].expand_as(z), z, classes)
-        mine = _counts(y, own, classes)
-        self.own += mine
-        self.other += every - mine
-        self.margin += _counts(y, own - rival, classes)
-        for k in range(classes):
-            self.magnitude[:, k] += torch.bincount(y, weights=z[k].abs(), minlength=classes).numpy()
 
     def merge(self, other: LogitHistogram) -> LogitHistogram:
         """Add the counts of ``other``, which must have as many classes."""
@@ -95,7 +87,7 @@ class LogitHistogram:
     @property
     def edges(self) -> NDArray[np.float64]:
         """Bin edges ``(bins + 1,)``."""
-        return np.linspace(-_LIMIT, _LIMIT, _BINS + 1)
+        return np.array(_EDGES)
 
     @property
     def mean_magnitude(self) -> NDArray[np.float64]:
@@ -115,8 +107,8 @@ def logit_magnitudes(
     *,
     class_names: Sequence[str] | None = None,
     title: str | None = None,
-    figure: FigureBase | None = None,
-) -> Figure:
+    figure: style.FigureBase | None = None,
+) -> style.Figure:
     """For each class, the logit where it is the label and where it is not, the margin over the best other, and means.
 
     A constant added to all logits of a voxel changes the logits but not the margins or the softmax. With more than 20
@@ -136,18 +128,17 @@ def logit_magnitudes(
     count = histogram.own.sum(1)
     names = style.names_of(class_names, len(count))
     shown = np.sort(np.argsort(-count, kind="stable")[: style.MOST_CLASSES])
-    edges = histogram.edges
     canvas = style.canvas(figure, 8.6, 1.6 + 0.32 * len(shown))
     left, middle, right = canvas.subplots(1, 3, sharey=True, width_ratios=(1, 1, 0.95))
-    _draw_ridges(left, edges, histogram.other[shown], style.FAINT)
-    _draw_ridges(left, edges, histogram.own[shown], style.PLAIN)
-    _draw_ridges(middle, edges, histogram.margin[shown], style.PLAIN, below_zero=style.WRONG)
-    _fit(left, edges, histogram.own[shown], histogram.other[shown])
-    _fit(middle, edges, histogram.margin[shown])
+    _draw_ridges(left, histogram.other[shown], style.FAINT)
+    _draw_ridges(left, histogram.own[shown], style.PLAIN)
+    _draw_ridges(middle, histogram.margin[shown], style.PLAIN, below_zero=style.WRONG)
+    _fit(left, histogram.own[shown], histogram.other[shown])
+    _fit(middle, histogram.margin[shown])
     left.set(yticks=range(len(shown)), yticklabels=[names[k] for k in shown], ylim=(len(shown) - 0.4, -0.6))
     style.tidy(left, title="logit of the class")
     style.tidy(middle, title="its margin over the best other")
-    _draw_matrix(canvas, right, histogram.mean_magnitude[np.ix_(shown, shown)], [names[k] for k in shown])
+    _draw_matrix(right, histogram.mean_magnitude[np.ix_(shown, shown)], [names[k] for k in shown])
     style.tidy(right, title="mean |logit| by label (rows)")
     for ax in (left, middle, right):
         ax.spines["left"].set_visible(False)
@@ -160,9 +151,7 @@ def logit_magnitudes(
     return style.titled(canvas, title, part_of if len(shown) < len(count) else None)
 
 
-def _draw_ridges(
-    ax: Axes, edges: NDArray[np.float64], counts: NDArray[np.int64], colour: str, *, below_zero: str | None = None
-) -> None:
+def _draw_ridges(ax: style.Axes, counts: NDArray[np.int64], colour: str, *, below_zero: str | None = None) -> None:
     """One row per class, with each distribution scaled to the height of the row."""
     for row, count in enumerate(counts):
         base = row + 0.4
@@ -174,22 +163,22 @@ def _draw_ridges(
         if below_zero is not None:
             parts = [(slice(0, _BINS // 2), below_zero), (slice(_BINS // 2, None), colour)]
         for bins, shade in parts:
-            x = np.append(edges[:-1][bins], edges[1:][bins][-1])
+            x = np.append(_EDGES[:-1][bins], _EDGES[1:][bins][-1])
             ax.stairs(height[bins], x, baseline=base, fill=True, color=shade, alpha=0.75, linewidth=0, zorder=2)
 
 
-def _fit(ax: Axes, edges: NDArray[np.float64], *groups: NDArray[np.int64]) -> None:
+def _fit(ax: style.Axes, *groups: NDArray[np.int64]) -> None:
     """Limit the x axis to the central 99.8% of every distribution."""
     low, high = [], []
     for counts in (row for group in groups for row in group if row.any()):
         cumulative = np.cumsum(counts) / counts.sum()
-        low.append(edges[np.searchsorted(cumulative, 0.001)])
-        high.append(edges[np.searchsorted(cumulative, 0.999) + 1])
+        low.append(_EDGES[np.searchsorted(cumulative, 0.001)])
+        high.append(_EDGES[np.searchsorted(cumulative, 0.999) + 1])
     if low:
         ax.set_xlim(min(low) - 0.5, max(high) + 0.5)
 
 
-def _draw_matrix(figure: FigureBase, ax: Axes, means: NDArray[np.float64], names: Sequence[str]) -> None:
+def _draw_matrix(ax: style.Axes, means: NDArray[np.float64], names: Sequence[str]) -> None:
     """Mean magnitudes as shades, with numbers if they fit and a colour scale otherwise."""
     finite = means[np.isfinite(means)]
     top = float(finite.max()) if finite.size else 1.0
@@ -197,7 +186,7 @@ def _draw_matrix(figure: FigureBase, ax: Axes, means: NDArray[np.float64], names
     image = ax.imshow(shades, cmap="Purples", vmin=0, vmax=1.3 * top, aspect="auto")
     ax.set_xticks(range(len(names)), names, rotation=90)
     if len(names) > 12:
-        style.scale(figure, ax, image)
+        style.scale(ax, image)
         return
     for (row, column), value in np.ndenumerate(means):
         text = "" if np.isnan(value) else f"{value:.1f}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,6 @@ from numpy.typing import NDArray
 from segcal.errors import InputError, check_name
 from segcal.metrics.reliability import Reliability
 from segcal.plots import style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, FigureBase
 
 Band = tuple[NDArray[np.float64], NDArray[np.float64]]
 Of = Literal["predicted", "probability"]
@@ -39,8 +35,8 @@ def reliability_diagram(
     title: str | None = None,
     replicates: int = 2000,
     seed: int = 0,
-    figure: FigureBase | None = None,
-) -> Figure:
+    figure: style.FigureBase | None = None,
+) -> style.Figure:
     """Accuracy against confidence with the gap of every bin, and below it how many voxels each bin holds.
 
     Args:
@@ -90,8 +86,8 @@ def classwise_diagram(
     of: Of = "predicted",
     class_names: Sequence[str] | None = None,
     title: str | None = None,
-    figure: FigureBase | None = None,
-) -> Figure:
+    figure: style.FigureBase | None = None,
+) -> style.Figure:
     """One small reliability diagram per class, with the share of voxels and the calibration error of each.
 
     With more than 20 classes, the 20 that contribute most to ``sce`` (``of="predicted"``) or ``cece`` are shown, worst
@@ -205,7 +201,7 @@ def ece(part: Reliability) -> float:
     return float(np.abs(part.correct - part.confidence).sum()) / count if count else math.nan
 
 
-def draw_diagram(ax: Axes, part: Reliability, *, small: bool = False) -> None:
+def draw_diagram(ax: style.Axes, part: Reliability, *, small: bool = False) -> None:
     """Draw diagonal, gap bars and accuracy line, or a message if there are no voxels."""
     ax.plot((0, 1), (0, 1), color=style.FAINT, linewidth=1, zorder=1)
     ticks = (0, 0.5, 1) if small else np.linspace(0, 1, 6)
@@ -237,7 +233,7 @@ def _broken(values: NDArray[np.float64], part: Reliability) -> NDArray[np.float6
     return np.where(part.count >= _ENOUGH_VOXELS, values, np.nan)
 
 
-def _draw_counts(ax: Axes, part: Reliability) -> None:
+def _draw_counts(ax: style.Axes, part: Reliability) -> None:
     """The share of voxels in each bin, on a logarithmic scale because most are in the last bin."""
     total = part.count.sum()
     ax.set(xlim=(0, 1))
@@ -257,7 +253,7 @@ def _draw_counts(ax: Axes, part: Reliability) -> None:
     ax.minorticks_off()
 
 
-def _draw_silhouette(ax: Axes, part: Reliability) -> None:
+def _draw_silhouette(ax: style.Axes, part: Reliability) -> None:
     """The share of voxels in each bin along the bottom fifth of small axes, from 1/10000 to 1 on a log scale."""
     total = part.count.sum()
     if not total:

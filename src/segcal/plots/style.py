@@ -18,10 +18,11 @@ from segcal.errors import InputError, import_extra
 from segcal.files.atomic import atomic_path
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axes import Axes as Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.colorbar import Colorbar
-    from matplotlib.figure import Figure, FigureBase
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.figure import FigureBase as FigureBase
 
 # Vermillion and blue of Okabe and Ito, which every kind of colour vision distinguishes.
 OVER, UNDER = "#D55E00", "#0072B2"
@@ -131,10 +132,10 @@ def message(ax: Axes, text: str) -> None:
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=NORMAL, color=MUTED)
 
 
-def scale(figure: FigureBase, ax: Axes, shown: ScalarMappable, *, below: float | None = None) -> Colorbar:
+def scale(ax: Axes, shown: ScalarMappable, *, below: float | None = None) -> Colorbar:
     """A slim colour scale to the right of axes or, if ``below`` is their width over their height, below them."""
     place = ax.inset_axes((1.03, 0, 0.04, 1) if below is None else (0, -0.075 * below, 1, 0.035 * below))
-    bar = figure.colorbar(shown, cax=place, orientation="vertical" if below is None else "horizontal")
+    bar = ax.figure.colorbar(shown, cax=place, orientation="vertical" if below is None else "horizontal")
     bar.outline.set_visible(False)
     place.tick_params(which="both", labelsize=SMALL, labelcolor=INK, color=MUTED, width=0.8, length=2)
     return bar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,6 @@ from torch import Tensor
 from segcal.errors import InputError
 from segcal.plots import style
 from segcal.types import Case
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Plane = NDArray[Any]
 
@@ -103,7 +100,7 @@ class View:
         stretched: Plane = np.clip((values - low) / max(high - low, 1e-12), 0, 1)
         return stretched
 
-    def show(self, ax: Axes, values: Plane, title: str, **options: Any) -> Any:
+    def show(self, ax: style.Axes, values: Plane, title: str, **options: Any) -> Any:
         """Draw a plane with a title and a thin frame; masked voxels are hatched."""
         ax.patch.set(facecolor=style.IGNORED, hatch="//////", edgecolor=style.FAINT, linewidth=0)
         shown = ax.imshow(values, aspect=self.aspect, **options)

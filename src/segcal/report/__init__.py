@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segcal.files.atomic import atomic_path
+from segcal.files.atomic import write_text
 from segcal.files.study import read_study
-from segcal.report.figures import write_figures
 from segcal.report.page import page, payload
 
 __all__ = ["write_report"]
@@ -34,9 +33,14 @@ def write_report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     study = read_study(folder / "results.json")
-    figures, notes = write_figures(study, folder / "figures")
+    figures, notes = [], []
+    try:
+        from segcal.report.figures import write_figures  # needs torch, and the page must not
+
+        figures = write_figures(study, folder / "figures")
+    except ImportError as error:
+        notes.append(f"No figures were written to files: {error}")
     path = folder / "index.html"
     text = page(payload(study, folder, figures=figures, notes=notes), title=str(study["about"]["title"]))
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return path

@@ -223,6 +223,5 @@ def _within(cases: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]
 
 def _evenly(items: list[Any], count: int) -> list[Any]:
     """At most ``count`` items, from the middle of equal parts."""
-    if len(items) <= count:
-        return items
+    count = min(count, len(items))
     return [items[int((i + 0.5) * len(items) / count)] for i in range(count)]

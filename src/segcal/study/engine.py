@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,7 +22,7 @@ from segcal.study.results.document import results_document
 from segcal.study.results.study import Study
 from segcal.study.settings import Settings, resolve_methods
 from segcal.study.splits import corrupted_sets, given_sets, split_cases
-from segcal.study.summary.data import about_data
+from segcal.study.summary.voxels import about_data
 from segcal.study.work.run import Run, Step
 
 
@@ -89,7 +89,13 @@ def compare(
         moved += corrupted_sets(cases, model, asked)
     started = time.perf_counter()
     inputs = [folder for read in (cases, *(shifted or {}).values()) for folder in read.folders]
-    with _folder(output, resume, inputs) as folder:
+    with ExitStack() as stack:
+        if output is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="segcal-")))
+        else:
+            own = stack.enter_context(OwnFolder(Path(output), "a study", inputs=inputs, resume=resume))
+            own.begin()
+            folder = own.folder
         run = Run(cases, asked, splits, moved, folder, workers, progress)
         document = results_document(run, warnings, {**about_data(cases, name), "splits": origin}, command)
         document["timings"] = {
@@ -103,15 +109,3 @@ def compare(
             study.to_latex(folder / "tables.tex")
             study.to_json(folder / "results.json")
     return study
-
-
-@contextmanager
-def _folder(output: str | Path | None, resume: bool, inputs: Sequence[Path]) -> Iterator[Path]:
-    """The output folder, held against other processes; a temporary one if there is none."""
-    if output is None:
-        with tempfile.TemporaryDirectory(prefix="segcal-") as temporary:
-            yield Path(temporary)
-        return
-    with OwnFolder(Path(output), "a study", inputs=inputs, resume=resume) as own:
-        own.begin()
-        yield own.folder

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,16 +29,10 @@ _TRIES = 100
 Model = Callable[[Tensor], Tensor]
 
 
-class Splits(NamedTuple):
-    """The splits of a study, where they come from in words, and warnings."""
-
-    splits: list[Split]
-    origin: str
-    warnings: list[str]
-
-
-def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, float, float], seed: int) -> Splits:
-    """The split of every repeat, all different. Groups stay together.
+def split_cases(
+    cases: CaseSet, repeats: int | None, fractions: tuple[float, float, float], seed: int
+) -> tuple[list[Split], str, list[str]]:
+    """The split of every repeat, all different; where they come from, in words; and warnings. Groups stay together.
 
     Declared test cases are never used for anything else. One repeat uses the parts as declared; several redraw the
     calibration and validation parts from the cases declared for these two. By default, ``repeats`` is 1 if splits are
@@ -47,8 +40,8 @@ def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, flo
 
     Examples:
         >>> from segcal.synthetic import scenes
-        >>> found = split_cases(scenes(10, size=(32, 40)), None, (0.5, 0.2, 0.3), seed=0)
-        >>> [len(part) for part in found.splits[0]], len(found.splits), found.origin, found.warnings
+        >>> splits, origin, warnings = split_cases(scenes(10, size=(32, 40)), None, (0.5, 0.2, 0.3), seed=0)
+        >>> [len(part) for part in splits[0]], len(splits), origin, warnings
         ([5, 2, 3], 3, '3 random splits', [])
     """
     warnings = in_no_part(cases.undeclared)
@@ -72,7 +65,7 @@ def split_cases(cases: CaseSet, repeats: int | None, fractions: tuple[float, flo
                     expected=f"at least one case in each part, of {' / '.join(f'{f:g}' for f in fractions)}",
                     fix="give more cases, or larger shares",
                 )
-    return Splits(splits, origin, warnings)
+    return splits, origin, warnings
 
 
 def counted_once(parts: Sequence[CaseSet]) -> list[tuple[str, ...]]:

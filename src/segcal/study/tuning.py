@@ -20,7 +20,7 @@ from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.per_channel import for_each_channel
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
-from segcal.errors import InputError, SegcalError, check_name, check_seed, check_whole, naming
+from segcal.errors import InputError, check_name, check_seed, check_whole, import_extra, naming
 from segcal.evaluation.measure import CaseVoxels
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.fitting.data import VoxelBudget
@@ -197,12 +197,7 @@ class _Tuning:
 
     def _search(self) -> Calibrator:
         """Search hyperparameters with Optuna."""
-        try:
-            import optuna  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            raise SegcalError(
-                f"tuning '{self.calibrator.id}' needs optuna, which is not installed", fix="pip install 'segcal[tune]'"
-            ) from None
+        optuna = import_extra("optuna", "tune", f"tuning '{self.calibrator.id}'")
         calibration, validation, select, seed = self.calibration, self.validation, self.select, self.seed
         if validation is None:
             _check_two_groups(calibration)

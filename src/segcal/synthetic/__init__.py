@@ -115,21 +115,9 @@ def demo_scenes(seed: int = 0) -> tuple[CaseSet, CaseSet]:
         >>> len(images), len(volumes), volumes.class_names
         (64, 12, ('matrix', 'body', 'fibre', 'speck'))
     """
-    images = scenes(
-        64,
-        seed=seed,
-        plant=demo_plant(6),
-        ignored=0.02,
-        class_names=("matrix", "field", "island", "core", "fibre", "speck"),
-    )
-    volumes = scenes(
-        12,
-        size=(24, 64, 64),
-        num_classes=4,
-        seed=seed,
-        plant=demo_plant(4),
-        class_names=("matrix", "body", "fibre", "speck"),
-    )
+    six, four = ("matrix", "field", "island", "core", "fibre", "speck"), ("matrix", "body", "fibre", "speck")
+    images = scenes(64, seed=seed, plant=demo_plant(6), ignored=0.02, class_names=six)
+    volumes = scenes(12, size=(24, 64, 64), num_classes=4, seed=seed, plant=demo_plant(4), class_names=four)
     return images, volumes
 
 

@@ -28,23 +28,16 @@ class Plant(Protocol):
     """A miscalibration."""
 
     def check(self, num_classes: int) -> None:
-        """Raise ``segcal.errors.InputError`` unless the parameters are valid for this number of classes."""
+        """Raise ``segcal.errors.InputError`` unless the parameters are valid; by default, all must be positive."""
+        for name, value in asdict(self).items():  # type: ignore[call-overload]
+            check_positive(f"{type(self).__name__}.{name}", value)
 
     def apply(self, logits: Array, grid: Grid, rng: np.random.Generator) -> Planted:
         """The faulty logits and the temperature, if any. ``rng`` is used by this plant and case only."""
 
 
-class _PositiveParameters:
-    """A plant whose parameters must all be positive."""
-
-    def check(self, num_classes: int) -> None:
-        """All parameters are positive."""
-        for name, value in asdict(self).items():  # type: ignore[call-overload]
-            check_positive(f"{type(self).__name__}.{name}", value)
-
-
 @dataclass(frozen=True)
-class Temperature(_PositiveParameters):
+class Temperature(Plant):
     """Global over- (T > 1) or underconfidence (T < 1): ``z' = T z``. ``ts`` recovers T.
 
     Examples:
@@ -62,7 +55,7 @@ class Temperature(_PositiveParameters):
 
 
 @dataclass(frozen=True)
-class ImageTemperature(_PositiveParameters):
+class ImageTemperature(Plant):
     """One temperature per image, log-normal: ``z' = T_i z``, ``T_i = median * exp(spread * N(0, 1))``.
 
     ``ibts`` recovers the T_i: log-probabilities have the same lower bound in all scenes, so the range of the logits
@@ -79,7 +72,7 @@ class ImageTemperature(_PositiveParameters):
 
 
 @dataclass(frozen=True)
-class SpatialTemperature(_PositiveParameters):
+class SpatialTemperature(Plant):
     """Overconfidence at boundaries: ``z' = T(v) z``, ``T(v) = far + (near - far) exp(-d(v) / reach)``.
 
     ``d`` is the distance to the boundaries of the argmax map (in the unit of the spacing), which can be seen in the
@@ -98,7 +91,7 @@ class SpatialTemperature(_PositiveParameters):
 
 
 @dataclass(frozen=True)
-class ClassAffine:
+class ClassAffine(Plant):
     """A scale and a bias per class: ``z' = (z - b) / a``. ``vs`` recovers a and b; the argmax may change.
 
     An offset common to all classes changes the result, so put this plant before ``GaugeOffsets``.
@@ -120,7 +113,7 @@ class ClassAffine:
 
 
 @dataclass(frozen=True)
-class ClassConditional:
+class ClassConditional(Plant):
     """Confidence that depends on the winning class c: margins ``m_k = z_c - z_k`` become ``T_c m_k + o_c``, o_c >= 0.
 
     The argmax stays, so a calibrator with one expert per predicted class uses the right experts: ``cdc`` recovers T and
@@ -148,7 +141,7 @@ class ClassConditional:
 
 
 @dataclass(frozen=True)
-class ConfidentlyWrong:
+class ConfidentlyWrong(Plant):
     """Patches (a ``share`` of the voxels) where winner k is taken for class k+1 (mod C): their logits are swapped.
 
     All logits there are multiplied by ``depth``, as a network's are outside of its training distribution, but it is
@@ -176,7 +169,7 @@ class ConfidentlyWrong:
 
 
 @dataclass(frozen=True)
-class GaugeOffsets(_PositiveParameters):
+class GaugeOffsets(Plant):
     """A smooth random offset common to all classes: ``z' = z + amplitude * g(v)``, g of variance 1.
 
     The softmax is unchanged, so there is nothing to undo. Calibrators of raw logits (``lts``, ``vs``, ``ms``) suffer.

@@ -9,8 +9,8 @@ from typing import Any
 from segcal.study.advice.choice import CHANNEL_RULE, RULE, Candidate, Choice, Shift, by_method, choose, is_robust
 from segcal.study.advice.words import Evidence, caveats, headline, sentences
 from segcal.study.settings import ECE, UNCALIBRATED
-from segcal.study.summary.data import part_voxels
 from segcal.study.summary.table import Table, differences, summary
+from segcal.study.summary.voxels import part_voxels
 from segcal.study.work.run import Repeats, Run
 
 CALIBRATOR_FILE = "calibrator.safetensors"
@@ -36,16 +36,13 @@ def advise(
     """
     table, settings = validated[0], run.settings
     methods = {row["key"]: row for row in document["methods"]}
+    from_row = ("key", "preserves", "translation_invariant", "parameters", "same_as")
     candidates = [
         Candidate(
-            key,
-            methods[key]["preserves"],
-            methods[key]["pooling"] in (None, run.deployed),
-            methods[key]["translation_invariant"],
-            methods[key]["parameters"],
-            table.values[:, m, 0].tolist(),
-            is_robust(key, shifts),
-            methods[key]["same_as"],
+            **{name: methods[key][name] for name in from_row},
+            deployed=methods[key]["pooling"] in (None, run.deployed),
+            nll=table.values[:, m, 0].tolist(),
+            robust=is_robust(key, shifts),
         )
         for m, key in enumerate(table.methods)
     ]

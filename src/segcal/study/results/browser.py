@@ -111,9 +111,8 @@ def chosen_cases(
         [('a', 'worst ECE'), ('b', 'helped least'), ('d', 'middle ECE'), ('f', 'best ECE')]
     """
     worst_first = _falling(ece)
-    if len(worst_first) <= count:
-        titles = ["ECE rank " + f"{place + 1} of {len(worst_first)}, worst first" for place in range(len(worst_first))]
-        return list(zip(worst_first, titles, strict=True))
+    if (total := len(worst_first)) <= count:
+        return [(name, f"ECE rank {rank} of {total}, worst first") for rank, name in enumerate(worst_first, 1)]
     third = max(1, count // 3)
     found = dict.fromkeys(worst_first[:third], "worst ECE")
     found |= dict.fromkeys([name for name in _falling(change or {}) if name not in found][:third], "helped least")

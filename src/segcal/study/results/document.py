@@ -19,9 +19,8 @@ from segcal.study.advice.advise import advise
 from segcal.study.advice.choice import REFERENCE, Shift, by_method, mean_and_error
 from segcal.study.results.browser import Place, write_browser
 from segcal.study.settings import BIN_COUNTS, ECE, NLL, UNCALIBRATED, variant_of
-from segcal.study.summary.data import absent_classes, label_counts, missed_classes
+from segcal.study.summary import voxels
 from segcal.study.summary.table import Columns, Table, differences, mean, rankings, same_maps, summary
-from segcal.study.summary.voxels import bands, channel_names, flips, of_channel, reliability
 from segcal.study.work.run import Repeats, Run
 
 Row = dict[str, Any]
@@ -30,7 +29,7 @@ Row = dict[str, Any]
 def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any], command: str | None) -> Row:
     """Do all the work of a run and collect the results. All but the timings is the same every time."""
     settings, splits = run.settings, run.splits
-    counts = label_counts(run.cases, run.known, run.store)
+    counts = voxels.label_counts(run.cases, run.known, run.store)
     run.fit_all()
     validation = run.evaluate_parts("validating", [split.validation for split in splits], [Column("nll")])
     test = run.evaluate_parts("testing", [split.test for split in splits], settings.measured)
@@ -60,13 +59,13 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
         "summary": summary(table, test, settings.seed),
         "differences": differences(table, settings.seed),
         **rankings(table.part(columns)),
-        "flips": flips(test),
-        "reliability": reliability(test, (EVERYTHING, *settings.regions)),
-        "bands": bands(test, "voxel" if run.cases[0].spacing is None else "mm") if settings.bands else [],
+        "flips": voxels.flips(test),
+        "reliability": voxels.reliability(test, (EVERYTHING, *settings.regions)),
+        "bands": voxels.bands(test, "voxel" if run.cases[0].spacing is None else "mm") if settings.bands else [],
         "diagnosis": {key: evaluation.diagnosis for key, evaluation in test[0].items()},
         "channels": [
             {"name": name, "summary": summary(_table(run.cases, own, columns, same), own, settings.seed)}
-            for name, own in ((name, of_channel(test, name)) for name in channel_names(test))
+            for name, own in voxels.by_channel(test).items()
         ],
         "shift": shift or None,
         "sensitivity": _sensitivity(run, test, same),
@@ -74,14 +73,14 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
     validated = _table(run.cases, validation, [NLL], same), validation
     advice = advise(run, document, validated, table, counts, shift_facts)
     failed = [f"{key} failed: {reason}" for key, reason in run.failures.items()]
-    missed = missed_classes(test[0][UNCALIBRATED], columns)
+    missed = voxels.missed_classes(test[0][UNCALIBRATED], columns)
     return {
         **document,
         "summary": _shown(run, document["summary"]),
         "differences": _shown(run, document["differences"]),
         "recommendation": advice,
         "browser": _browser(run, advice["shown"], test),
-        "warnings": [*warnings, *absent_classes(run.cases, splits, counts), *missed, *failed, *shift_warnings],
+        "warnings": [*warnings, *voxels.absent_classes(run.cases, splits, counts), *missed, *failed, *shift_warnings],
     }
 
 
@@ -136,8 +135,8 @@ def _shift(run: Run, same: Mapping[str, str]) -> tuple[list[Row], list[Shift], l
                 "name": one.name,
                 "summary": _shown(run, means),
                 "differences": _shown(run, [*changes, *against]),
-                "flips": flips(repeats),
-                "reliability": reliability(repeats, (EVERYTHING,), classes=False, bands=False),
+                "flips": voxels.flips(repeats),
+                "reliability": voxels.reliability(repeats, (EVERYTHING,), classes=False, bands=False),
             }
         )
         facts.append(Shift(one.name, by_method(means), by_method(changes), by_method(against)))

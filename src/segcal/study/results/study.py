@@ -11,10 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from segcal.errors import InputError
-from segcal.files.atomic import atomic_path
+from segcal.files.atomic import write_text
 from segcal.files.plain import plain
 from segcal.files.study import read_study
 from segcal.statistics import EVERYTHING
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+_LATEX_TABLE = r"""\begin{table}
+\centering
+\caption{Mean over test cases, region %s.}
+\begin{tabular}{l%s}
+\toprule
+%s
+\midrule
+%s
+\bottomrule
+\end{tabular}
+\end{table}
+"""
+_ARROWS = {"lower": r" $\downarrow$", "higher": r" $\uparrow$", "zero": r" $\to 0$", "neither": ""}
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class Study:
         """The document as JSON; also written to ``path`` if given."""
         text = json.dumps(plain(self.document), indent=1, allow_nan=False, ensure_ascii=False)
         if path is not None:
-            _write(path, text)
+            write_text(path, text)
         return text
 
     @classmethod
@@ -66,25 +86,11 @@ class Study:
 
     def to_csv(self, path: str | Path) -> None:
         """The summary as CSV: a row for every method, region and metric."""
-        _write(path, csv_text(self.document))
+        write_text(path, csv_text(self.document))
 
     def to_latex(self, path: str | Path) -> None:
         """The summary as LaTeX tables (package ``booktabs``), one for each region; the best of a column is bold."""
-        _write(path, latex_text(self.document))
-
-
-def _write(path: str | Path, text: str) -> None:
-    with atomic_path(Path(path)) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-}
-_ARROWS = {"lower": r" $\downarrow$", "higher": r" $\uparrow$", "zero": r" $\to 0$", "neither": ""}
+        write_text(path, latex_text(self.document))
 
 
 def csv_text(document: Mapping[str, Any]) -> str:
@@ -122,22 +128,7 @@ def _table(region: str, rows: Sequence[Mapping[str, Any]], metrics: Mapping[str,
         lines.setdefault(escape_latex(row["method"]), []).append(cell)
     heads = [escape_latex(metrics[metric]["name"]) + _ARROWS[metrics[metric]["better"]] for metric in columns]
     head, *body = (" & ".join([name, *cells]) + r" \\" for name, cells in {"Method": heads, **lines}.items())
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{Mean over test cases, region {escape_latex(region)}.}}",
-            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
+    return _LATEX_TABLE % (escape_latex(region), "r" * len(columns), head, "\n".join(body))
 
 
 def _best(rows: Sequence[Mapping[str, Any]], metric: Mapping[str, Any]) -> str | None:

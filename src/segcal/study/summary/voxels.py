@@ -1,4 +1,4 @@
-"""Counts of voxels: changed labels, reliability, and calibration by distance to the boundary.
+"""Voxels and the data: voxels of each class, changed labels, reliability, calibration by distance to the boundary.
 
 A case that several repeats tested is counted in one of them.
 """
@@ -11,11 +11,100 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from segcal.cases import CaseSet
+from segcal.cases.caseset import Split
+from segcal.errors import SegcalError
 from segcal.regions import BANDS
+from segcal.regions.boundary import valid_voxels
 from segcal.study.settings import FLIPS
 from segcal.study.summary.table import mean
 from segcal.study.work.run import Repeats
+from segcal.study.work.store import Store, class_key, content_key
+from segcal.study.work.tasks import Evaluation
+from segcal.types import row_slices
+
+
+def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict[str, list[int]]:
+    """Voxels of every class (or inside every channel) in every case, without ignored and masked-out voxels."""
+    key = content_key(valid=[(i, known[i]) for i in cases.ids], classes=class_key(cases))
+    kept = store.read("labels", key)
+    if kept is not None:
+        return kept
+    counts = {}
+    for ref in cases.refs:
+        case = ref.open()
+        total = torch.zeros(len(labelled(cases)), dtype=torch.int64)
+        try:
+            for rows in row_slices(case.shape):
+                labels, mask = case.rows("labels", rows), case.rows("mask", rows)
+                valid = valid_voxels(labels, ignore_index=case.ignore_index, mask=mask)
+                if cases.channel_names is None:
+                    total += torch.bincount(labels[valid], minlength=cases.num_classes)
+                else:
+                    total += (valid & (labels == 1)).flatten(1).sum(1)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        counts[ref.id] = total.tolist()
+    return store.write("labels", key, counts)
+
+
+def part_voxels(cases: CaseSet, part: CaseSet, counts: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Voxels of every class or channel, by its name, in a part of the cases."""
+    return {name: sum(counts[i][k] for i in part.ids) for k, name in enumerate(labelled(cases))}
+
+
+def absent_classes(cases: CaseSet, splits: Sequence[Split], counts: Mapping[str, Sequence[int]]) -> list[str]:
+    """A warning for every class that occurs in the cases but not in a calibration part."""
+    everywhere = part_voxels(cases, cases, counts)
+    what = "Class" if cases.channel_names is None else "Channel"
+    return [
+        f"{what} '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt about it."
+        for repeat, split in enumerate(splits)
+        for name, count in part_voxels(cases, split.calibration, counts).items()
+        if count == 0 < everywhere[name]
+    ]
+
+
+def missed_classes(uncalibrated: Evaluation, columns: Sequence[tuple[str, str]]) -> list[str]:
+    """A warning for every surface metric that met classes without a distance."""
+    rows = [row for row in uncalibrated.rows if not row.channel]
+    missed = {metric: sum(row.missed for row in rows if row.metric == metric) for metric, _ in columns}
+    return [
+        f"{metric}: {count} missed class{'es' * (count > 1)} (only in the prediction or only in the labels of a test "
+        "case) without a distance. The option 'absent' says how that counts (by default, as the image diagonal)."
+        for metric, count in missed.items()
+        if count
+    ]
+
+
+def class_names(cases: CaseSet) -> list[str]:
+    """The names of the classes, or their numbers."""
+    return list(cases.class_names or map(str, range(cases.num_classes)))
+
+
+def labelled(cases: CaseSet) -> list[str]:
+    """What voxels can be labelled as: classes, or channels of multi-label data."""
+    return class_names(cases) if cases.channel_names is None else list(cases.channel_names)
+
+
+def about_data(cases: CaseSet, name: str) -> dict[str, Any]:
+    """What the results say about the data; opens the first case."""
+    first = cases[0]
+    return {
+        "name": name,
+        "cases": len(cases),
+        "num_classes": cases.num_classes,
+        "class_names": class_names(cases),
+        "channel_names": None if cases.channel_names is None else list(cases.channel_names),
+        "ignore_index": cases.ignore_index,
+        "background": cases.background,
+        "spatial_rank": len(first.shape) - 2,
+        "members": cases.num_members,
+        "groups": cases.about_groups(),
+        "has_images": first.image is not None,
+    }
 
 
 def flips(repeats: Repeats) -> list[dict[str, Any]]:
@@ -39,11 +128,9 @@ def reliability(
 
     For multi-label data: bins of the top label in each channel.
     """
-    if names := channel_names(repeats):
-        per_channel = (
-            (name, reliability(of_channel(repeats, name), regions, classes=False, bands=bands)) for name in names
-        )
-        return [{**row, "channel": name} for name, own in per_channel for row in own]
+    if channels := by_channel(repeats):
+        per_channel = {name: reliability(own, regions, classes=False, bands=bands) for name, own in channels.items()}
+        return [{**row, "channel": name} for name, own in per_channel.items() for row in own]
     rows: list[dict[str, Any]] = []
     for method, first in repeats[0].items():
         for region in first.reliability:
@@ -64,9 +151,8 @@ def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
 
     For multi-label data: means over the channels.
     """
-    if names := channel_names(repeats):
-        per_channel = [bands(of_channel(repeats, name), unit) for name in names]
-        return [_mean_band(own) for own in zip(*per_channel, strict=True)]
+    if channels := by_channel(repeats):
+        return [_mean_band(own) for own in zip(*(bands(own, unit) for own in channels.values()), strict=True)]
     rows = []
     for method, first in repeats[0].items():
         for band in (band for band in BANDS if band in first.reliability):
@@ -99,14 +185,10 @@ def _mean_band(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**rows[0], "count": sum(row["count"] for row in rows), **means}
 
 
-def channel_names(repeats: Repeats) -> Sequence[str]:
-    """The channels of multi-label data; none for other data."""
-    return next(iter(repeats[0].values())).channels
-
-
-def of_channel(repeats: Repeats, name: str) -> Repeats:
-    """The evaluations of one channel."""
-    return [{method: own.by_channel[name] for method, own in found.items()} for found in repeats]
+def by_channel(repeats: Repeats) -> dict[str, Repeats]:
+    """The evaluations of each channel of multi-label data; empty for other data."""
+    names = next(iter(repeats[0].values())).channels
+    return {name: [{key: own.by_channel[name] for key, own in found.items()} for found in repeats] for name in names}
 
 
 def _added(bins: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:

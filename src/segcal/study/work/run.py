@@ -122,10 +122,8 @@ class Run:
     @cached_property
     def variants(self) -> dict[str | None, list[str]]:
         """The methods of every variant."""
-        found: dict[str | None, list[str]] = {}
-        for key in self.methods:
-            found.setdefault(self.variant(key), []).append(key)
-        return found
+        variants = {key: self.variant(key) for key in self.methods}
+        return {variant: [key for key in variants if variants[key] == variant] for variant in variants.values()}
 
     def task(self, id: str, variant: str | None, repeat: int = 0, **changes: Any) -> FitTask:
         """The fit of a calibrator in a repeat, or one with some fields of the task changed."""

@@ -24,7 +24,7 @@ from segcal.cases import CaseSet
 from segcal.cases.caseset import CaseRef
 from segcal.cases.splits import by_group
 from segcal.errors import SegcalError
-from segcal.files.atomic import atomic_path, file_state
+from segcal.files.atomic import file_state, write_text
 from segcal.files.plain import plain
 from segcal.files.versions import SEGCAL
 
@@ -54,8 +54,7 @@ class Store:
     def write(self, kind: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]:
         """Keep a document. Returns it as ``read`` will, so that a resumed study computes with the same values."""
         text = json.dumps(plain(document), allow_nan=False)
-        with atomic_path(self._path(kind, key, "json")) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(self._path(kind, key, "json"), text)
         kept: dict[str, Any] = json.loads(text)
         return kept
 

@@ -180,10 +180,6 @@ class Evaluation(Results):
         """Metric and region of all rows, in order."""
         return [(metric, region) for channel, region, metric in self._columns if not channel]
 
-    def missed(self, metric: str) -> int:
-        """Classes found only in the prediction or only in the labels, over all cases, for a surface metric."""
-        return sum(row.missed for row in self.rows if (row.metric, row.channel) == (metric, ""))
-
     def pooled(self, metric: str, region: str = EVERYTHING) -> tuple[float, int]:
         """The pooled value and its count; NaN and 0 if the metric has none."""
         row = self._columns["", region, metric].get(POOLED)
