@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -37,7 +37,6 @@ from segcal.study import Step
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
 
-Command = TypeVar("Command", bound=Callable[..., None])
 #: The exit code of a program that was stopped by Ctrl-C.
 STOPPED = 130
 # Seconds a command has to remove its temporary files. Running threads are not waited for.
@@ -52,12 +51,11 @@ _LOOK = 1.0
 
 def show_error(error: SegcalError) -> None:
     """Print an error: where, what, what was expected, and what to do."""
-    err.print("[bold red]Error[/]" + (f" in {escape(error.place)}" if error.place else ""), soft_wrap=True)
-    err.print(f"  {escape(error.problem)}", soft_wrap=True)
-    if error.expected:
-        err.print(f"  [dim]expected[/] {escape(error.expected)}", soft_wrap=True)
-    if error.fix:
-        err.print(f"  [green]to fix[/]   {escape(error.fix)}", soft_wrap=True)
+    lines = [f"[bold red]Error[/] in {escape(error.place)}" if error.place else "[bold red]Error[/]"]
+    lines += [f"  {escape(error.problem)}"]
+    lines += [f"  [dim]expected[/] {escape(error.expected)}"] if error.expected else []
+    lines += [f"  [green]to fix[/]   {escape(error.fix)}"] if error.fix else []
+    err.print("\n".join(lines), soft_wrap=True)
 
 
 def show_notes(notes: Iterable[str], console: Console | None = None) -> None:
@@ -178,7 +176,7 @@ def _shown(title: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]
         yield show
 
 
-def stoppable(command: Command) -> Command:
+def stoppable(command: Callable[..., None]) -> Callable[..., None]:
     """A command that answers Ctrl-C with one line and exit code 130."""
     signature = inspect.signature(command)
 
@@ -197,7 +195,7 @@ def stoppable(command: Command) -> Command:
             gc.collect()  # Release the semaphores of worker processes, or Python would warn about them.
             _leave(words)
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 def kept(arguments: Mapping[str, Any]) -> str:

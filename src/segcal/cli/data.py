@@ -28,16 +28,12 @@ Data = Annotated[
     Path, Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
 ]
 Layout = Annotated[
-    Literal["plain", "nnunet"] | None,
-    Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is."),
+    Literal["plain", "nnunet"] | None, Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
 ]
 Labels = Annotated[Path | None, Option(help="Folder of the ground truth, if it is not DATA/labels.")]
 Workers = Annotated[int, Option(min=1, help="Number of processes that share the work.")]
 FormatOption = Annotated[
-    str,
-    Option(
-        help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for stores and huge volumes."
-    ),
+    str, Option(help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for huge volumes.")
 ]
 Resume = Annotated[bool, Option("--resume", help="Skip outputs that are finished and intact.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of tables.")]

@@ -38,13 +38,12 @@ def fit_command(
     layout: Layout = None,
     labels: Labels = None,
     tune_by: Annotated[
-        Select | None,
-        Option("--tune", help="Choose the strength of regularisation by this metric, on images left out."),
+        Select | None, Option("--tune", help="Choose the regularisation by this metric, on images left out.")
     ] = None,
     voxels: Annotated[VoxelBudget, Option(help="'auto' may fit to a sample of the voxels; 'all' is exact.")] = "auto",
     test: Annotated[
         float | None,
-        Option(min=0, max=1, help="Share of cases to hold out (default 0.3); 0 fits to all. Not with \\[splits]."),
+        Option(min=0, max=1, help="Share of the cases to hold out (default 0.3); 0 fits to all. Not with \\[splits]."),
     ] = None,
     seed: Annotated[int, seed_option("Seed of the split and of the fit.")] = 0,
     as_json: Json = False,
@@ -67,9 +66,8 @@ def fit_command(
             calibrator.fit(split.calibration, validation=validation, voxels=voxels, seed=seed)
         else:
             calibrator = tune(
-                method, split.calibration, validation,
-                select=tune_by, voxels=voxels, seed=seed, progress=step,
-            )  # fmt: skip
+                method, split.calibration, validation, select=tune_by, voxels=voxels, seed=seed, progress=step
+            )
     calibrator.save(output)
     report = calibrator.fit_report
     assert report is not None
@@ -82,7 +80,7 @@ def fit_command(
     state = "converged" if report.converged else "[red]not converged[/]"
     out.print(
         f"{method}: {state} in {report.iterations} steps, {report.seconds:.1f} s, "
-        f"{report.voxels_used:,} voxels of {len(split.calibration)} cases, gradient {report.certificate:.1e}",
+        f"{report.voxels_used:,} voxels of {len(split.calibration)} cases, gradient {report.certificate:.1e}"
     )
     out.print(f"map: {escape(calibrator.summary())}")
     show_notes((*report.notes, *in_no_part(cases.undeclared)))

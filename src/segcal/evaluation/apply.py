@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,27 +71,23 @@ def apply(
             if output.finished(score_path(case), case) and (not confidence or output.finished(map_path, case)):
                 report.skipped += 1
                 continue
-            with naming(case=case.id):
-                write_scores(output, case, _counted_pieces(calibrator, case, report), dtype)
-                if confidence:
-                    _write_confidence(calibrator, case, output, map_path)
+            batch, _, *spatial = case.shape
+            spec = ArraySpec((batch, *spatial) if batch > 1 else spatial, "float32", row_axis=int(batch > 1))
+            with naming(case=case.id), output.array(map_path, case, spec) if confidence else nullcontext() as write:
+                write_scores(output, case, _counted_pieces(calibrator, case, report, write), dtype)
             report.written += 1
             del case
     return report
 
 
-def _counted_pieces(calibrator: Calibrator, case: Case, report: ApplyReport) -> Iterator[tuple[slice, Tensor]]:
-    """The calibrated pieces of a case; voxels and changed labels are counted on the way."""
+def _counted_pieces(
+    calibrator: Calibrator, case: Case, report: ApplyReport, write: Callable[..., None] | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The calibrated pieces of a case; voxels and changed labels are counted and confidences written on the way."""
     for rows, log_probs in score_pieces(case, calibrator):
         report.voxels += log_probs[:, 0].numel()
         report.flips += int((log_probs.argmax(1) != case.rows("logits", rows).argmax(1)).sum())
-        yield rows, log_probs
-
-
-def _write_confidence(calibrator: Calibrator, case: Case, output: OutputFolder, path: str) -> None:
-    batch, _, *spatial = case.shape
-    spec = ArraySpec((batch, *spatial) if batch > 1 else spatial, "float32", row_axis=int(batch > 1))
-    with output.array(path, case, spec) as write:
-        for rows, log_probs in score_pieces(case, calibrator):
+        if write is not None:
             confidence = log_probs.amax(1).exp().numpy()
-            write(rows, confidence if batch > 1 else confidence[0])
+            write(rows, confidence if len(confidence) > 1 else confidence[0])
+        yield rows, log_probs

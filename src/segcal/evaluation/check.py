@@ -30,6 +30,7 @@ from segcal.parallel.threads import torch_threads
 from segcal.statistics import VoxelStatistics
 from segcal.types import Case, row_slices
 
+_Metric = Callable[[VoxelStatistics], float]
 # Voxels along each axis of the grid on which labels and prediction are compared with their transposes.
 _AGREEMENT_SIZE = 64
 
@@ -85,7 +86,7 @@ class CheckReport:
         found: list[list[int]] = [own.total().confusion.sum(axis).tolist() for own in self.statistics]
         return [inside for _, inside in found] if self.multilabel else found[0] if found else []
 
-    def mean(self, metric: Callable[..., float]) -> float:
+    def mean(self, metric: _Metric) -> float:
         """A metric over all valid voxels, averaged over channels if there are any; NaN without valid voxels."""
         return float(Measure.mean(metric(own) for own in self.statistics))
 
@@ -143,12 +144,7 @@ def _confidence(statistics: VoxelStatistics) -> Measure:
 
 
 #: The metrics of the report's overview.
-GLANCE: dict[str, Callable[[VoxelStatistics], float]] = {
-    "accuracy": accuracy,
-    "confidence": _confidence,
-    "nll": nll,
-    "entropy": entropy,
-}
+GLANCE: dict[str, _Metric] = {"accuracy": accuracy, "confidence": _confidence, "nll": nll, "entropy": entropy}
 
 
 def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:

@@ -138,10 +138,8 @@ def write_maps(
         for case in cases:
             progress(case.id)
             with naming(case=case.id):
-                scores = case_scores(case, calibrator)
-                maps = voxel_maps(
-                    scores, case.labels, ignore_index=case.ignore_index, mask=case.mask, spacing=case.spacing
-                )
+                scores, labels, mask = case_scores(case, calibrator), case.labels, case.mask
+                maps = voxel_maps(scores, labels, ignore_index=case.ignore_index, mask=mask, spacing=case.spacing)
             geometry = _label_geometry(case)
             for name, values in maps.items():
                 array = values.cpu().numpy()

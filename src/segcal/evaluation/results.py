@@ -216,9 +216,8 @@ def _summarise(rows: Sequence[Row], groups: Mapping[str, str] | None, seed: int)
     images = [row for row in rows if row.case is not POOLED]
     defined = [row for row in images if not math.isnan(row.value)]
     values = [row.value for row in defined]
-    low, high = bootstrap_interval(
-        values, groups=None if groups is None else [groups[str(row.case)] for row in defined], seed=seed
-    )
+    own = None if groups is None else [groups[str(row.case)] for row in defined]
+    low, high = bootstrap_interval(values, groups=own, seed=seed)
     return SummaryRow(
         rows[0].region,
         rows[0].metric,

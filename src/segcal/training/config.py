@@ -44,6 +44,8 @@ def _is_split(value: Any) -> bool:
 
 _TEXT = Rule(is_text, "a text")
 _COUNT = _whole(1)
+_NUMBER = Rule(is_number, "a number", float)
+_TABLE = Rule(lambda v: isinstance(v, Mapping), "a table", dict)
 _POSITIVE = Rule(lambda v: is_number(v, 0), "a positive number", float)
 _FOLDERS = Rule(_are_folders, "a folder, or a list of them", lambda v: (v,) if isinstance(v, str) else tuple(v))
 _SHARES = Rule(_is_split, "shares train, validation, test that sum to at most 1", dict)
@@ -90,28 +92,17 @@ def build_loss(specs: tuple[LossSpec, ...], classes: int, ignore_index: int) -> 
     return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else CombinedLoss(parts)
 
 
-def _losses(value: Any) -> tuple[LossSpec, ...]:
-    specs = value if isinstance(value, list) else [value]
-    if not specs:
-        raise ConfigError("loss = []", expected="at least one loss")
-    return tuple(map(_loss, specs))
-
-
 def _loss(value: Any) -> LossSpec:
     table = {"id": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("id"), str):
         raise ConfigError(f"loss = {value!r}", expected="a loss id, or tables with id, factor, options")
     check_known("key of loss", table, [item.name for item in fields(LossSpec)])
     check_known("loss", [table["id"]], list(LOSSES))
-    factor, options = table.get("factor", 1.0), table.get("options", {})
-    if not is_number(factor):
-        raise ConfigError(f"loss.factor = {factor!r}", expected="a number")
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"loss.options = {options!r}", expected="a table")
-    return LossSpec(table["id"], float(factor), dict(options))
+    factor = _NUMBER.check("loss.factor", table.get("factor", 1.0))
+    return LossSpec(table["id"], factor, _TABLE.check("loss.options", table.get("options", {})))
 
 
-_LOSSES = Rule(lambda v: True, "", _losses)  # _losses raises its own errors
+_LOSSES = Rule(lambda v: v != [], "at least one loss", lambda v: tuple(map(_loss, v if isinstance(v, list) else [v])))
 
 
 @dataclass(frozen=True)
@@ -165,8 +156,7 @@ class TrainingConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All keys as JSON-able values."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return plain
+        return dict(json.loads(json.dumps(asdict(self))))
 
 
 def load_config(path: str | Path) -> TrainingConfig:

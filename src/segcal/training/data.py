@@ -81,9 +81,7 @@ class Dataset:
     classes: int
     ignore_index: int
     background: int | None
-    class_names: tuple[str, ...] | None
-    groups: str | None
-    splits: Mapping[str, tuple[str, ...]]
+    declared: DatasetConfig
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -103,14 +101,15 @@ class Dataset:
         used: ``validation`` and ``test`` as listed, training on all scans that are in no list. Without lists, the
         shares are 70/10/20 percent.
         """
-        if shares is None and self.splits:
-            held = {name for names in self.splits.values() for name in names}
+        splits, groups = self.declared.splits, self.declared.groups
+        if shares is None and splits:
+            held = {name for names in splits.values() for name in names}
             rest = tuple(name for name in self.scans if name not in held)
-            check_splits({"train": rest, **self.splits}, list(self.scans), self.groups)
-            found = {"train": rest, **{part: tuple(self.splits.get(part, ())) for part in PARTS[1:]}}
+            check_splits({"train": rest, **splits}, list(self.scans), groups)
+            found = {"train": rest, **{part: tuple(splits.get(part, ())) for part in PARTS[1:]}}
         else:
             sizes = SHARES if shares is None else tuple(shares.get(part, 0.0) for part in PARTS)
-            found = split_names(list(self.scans), sizes, seed, self.groups)
+            found = split_names(list(self.scans), sizes, seed, groups)
         if not found["train"]:
             raise DataError(
                 f"no scan is left to train on; {len(found['validation'])} validate and {len(found['test'])} test",
@@ -148,7 +147,7 @@ def split_names(
 def open_dataset(config: TrainingConfig) -> Dataset:
     """Find, open and check all scans in the folders of a configuration."""
     first, *others = [_open_folder(Path(folder), config) for folder in config.data]
-    scans, splits = dict(first.scans), dict(first.splits)
+    scans, splits = dict(first.scans), dict(first.declared.splits)
     for folder, other in zip(config.data[1:], others, strict=True):
         if (other.classes, other.ignore_index) != (first.classes, first.ignore_index):
             raise DataError(
@@ -159,7 +158,8 @@ def open_dataset(config: TrainingConfig) -> Dataset:
         if twice := sorted(set(scans) & set(other.scans)):
             raise DataError("is in two folders", case=twice[0], where=folder, expected="unique names")
         scans |= other.scans
-        splits = {part: (*splits.get(part, ()), *other.splits.get(part, ())) for part in {*splits, *other.splits}}
+        for part, names in other.declared.splits.items():
+            splits[part] = (*splits.get(part, ()), *names)
     example = next(iter(scans.values()))
     for scan in scans.values():
         if (scan.channels, len(scan.spatial)) != (example.channels, len(example.spatial)):
@@ -174,7 +174,7 @@ def open_dataset(config: TrainingConfig) -> Dataset:
             case=example.id,
             expected="volumes (z, y, x), as dims = 3" if config.dims == 3 else "images (y, x) or volumes (z, y, x)",
         )
-    return replace(first, scans=scans, splits=splits)
+    return replace(first, scans=scans, declared=replace(first.declared, splits=splits))
 
 
 def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
@@ -197,15 +197,7 @@ def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
         raise ConfigError(f"{len(declared.class_names)} class_names", where=str(file), expected=f"{classes}")
     assert declared.ignore_index is not None
     scans = {files.id: _open_scan(files, declared, classes) for files in _find(root, declared)}
-    return Dataset(
-        scans,
-        classes,
-        declared.ignore_index,
-        declared.background_class(classes),
-        declared.class_names,
-        declared.groups,
-        declared.splits,
-    )
+    return Dataset(scans, classes, declared.ignore_index, declared.background_class(classes), declared)
 
 
 def _find(root: Path, declared: DatasetConfig) -> Sequence[CaseFiles]:

@@ -136,10 +136,8 @@ class Trainer:
         for epoch in range(self.done + 1, self.config.epochs + 1):
             loss = self._train_epoch(model, epoch, progress)
             self.processes.share_buffers(self.network)
-            scores = validate(
-                self.network, self._scans_of("validation"), self.processes, self.dataset.classes, self.config,
-                self.controllers,
-            )  # fmt: skip
+            scans = self._scans_of("validation")
+            scores = validate(self.network, scans, self.processes, self.dataset.classes, self.config, self.controllers)
             for controller in self.controllers:
                 controller.update()
             self._end_epoch(epoch, loss, scores)
@@ -154,10 +152,9 @@ class Trainer:
         if not self.processes.first:
             return
         best = load_network(self.output / BEST).to(self.processes.device)
-        for part, folder_name in LOGITS.items():
-            if self.parts[part]:
-                names, folder = self.parts[part], self.output / folder_name
-                write_logits(best, self.dataset, names, folder, self.config, progress)
+        for part, folder in LOGITS.items():
+            if scans := self._scans_of(part):
+                write_logits(best, self.dataset, scans, self.output / folder, self.config, progress)
 
     def _train_epoch(self, model: torch.nn.Module, epoch: int, progress: Progress) -> float:
         """Train on all samples once; returns the mean loss of the steps."""
@@ -217,7 +214,7 @@ class Trainer:
         """Log the epoch, save the model if it is the best so far, and save a checkpoint."""
         self.done = epoch
         dice = scores.mean_dice(None if self.config.background else self.dataset.background)
-        names = self.dataset.class_names or tuple(map(str, range(self.dataset.classes)))
+        names = self.dataset.declared.class_names or tuple(map(str, range(self.dataset.classes)))
         row = {
             "wall_time": time.time(),
             "epoch": epoch,

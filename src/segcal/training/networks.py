@@ -73,11 +73,10 @@ class UNet(nn.Module):
         self.down = nn.ModuleList(
             block(before, after, norm, dims) for before, after in zip((channels, *widths), widths, strict=False)
         )
-        self.pool: nn.Module = (nn.MaxPool2d, nn.MaxPool3d)[dims - 2](2)
-        transposed = (nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 2]
-        self.rise = nn.ModuleList(transposed(2 * width, width, 2, stride=2) for width in widths[-2::-1])
+        self.pool = _of("MaxPool", dims)(2)
+        self.rise = nn.ModuleList(_of("ConvTranspose", dims)(2 * w, w, 2, stride=2) for w in widths[-2::-1])
         self.up = nn.ModuleList(block(2 * width, width, norm, dims) for width in widths[-2::-1])
-        self.head = _convolution(dims)(width, classes, 1)
+        self.head = _of("Conv", dims)(width, classes, 1)
         if dims == 2:  # makes convolutions on a CPU half as fast again
             self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -146,7 +145,7 @@ class _Residual(nn.Module):
     def __init__(self, before: int, after: int, norm: Norm, dims: int) -> None:
         super().__init__()
         self.body = nn.Sequential(*_layer(before, after, norm, dims), nn.ReLU(), *_layer(after, after, norm, dims))
-        self.shortcut = _convolution(dims)(before, after, 1)
+        self.shortcut = _of("Conv", dims)(before, after, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         total: Tensor = F.relu(self.body(x) + self.shortcut(x))
@@ -155,15 +154,15 @@ class _Residual(nn.Module):
 
 def _layer(before: int, after: int, norm: Norm, dims: int) -> list[nn.Module]:
     # Normalisation has its own offset, so a bias before it would have no effect.
-    convolution = _convolution(dims)(before, after, 3, padding=1, bias=norm == "none")
+    convolution = _of("Conv", dims)(before, after, 3, padding=1, bias=norm == "none")
     if norm == "none":
         return [convolution]
-    layers = (nn.BatchNorm2d, nn.BatchNorm3d) if norm == "batch" else (nn.InstanceNorm2d, nn.InstanceNorm3d)
-    return [convolution, layers[dims - 2](after, affine=True)]
+    return [convolution, _of(f"{norm.title()}Norm", dims)(after, affine=True)]
 
 
-def _convolution(dims: int) -> Callable[..., nn.Module]:
-    return (nn.Conv2d, nn.Conv3d)[dims - 2]
+def _of(kind: str, dims: int) -> Callable[..., nn.Module]:
+    """The layer of this kind for images or volumes, such as ``nn.Conv2d``."""
+    return getattr(nn, f"{kind}{dims}d")  # type: ignore[no-any-return]
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -91,21 +91,21 @@ def validate(
 def write_logits(
     network: nn.Module,
     dataset: Dataset,
-    names: Sequence[str],
+    scans: Sequence[Scan],
     folder: Path,
     config: TrainingConfig,
     progress: Callable[[str], None],
 ) -> None:
     """Write logits, labels and images of some scans as a dataset, replacing those of an earlier run."""
     network.eval()
-    sources = [_Prediction(network, dataset, dataset.scans[name], config) for name in names]
+    sources = [_Prediction(network, dataset, scan, config) for scan in scans]
     cases = _Predictions(
         [CaseRef(source.id, partial(Case, source)) for source in sources],
         num_classes=dataset.classes,
         ignore_index=dataset.ignore_index,
         background=dataset.background,
-        class_names=dataset.class_names,
-        groups=dataset.groups,
+        class_names=dataset.declared.class_names,
+        groups=dataset.declared.groups,
     )
     write_dataset(cases, folder, dtype=config.logits, resume=True, progress=progress)
 
