@@ -73,10 +73,10 @@ def _demonstrate(data: Path, report: Path, seed: int) -> None:
     command = ("segcal", "compare", str(data), "--methods", ",".join(_METHODS), "--repeats", str(_REPEATS),
                "--workers", str(workers), "--seed", str(seed), "-o", str(report))  # fmt: skip
     _say(f"3. Which calibrator fixes it? {len(_METHODS)} of them on {_REPEATS} random splits", shlex.join(command))
-    with study_progress() as told:
+    with study_progress() as step:
         study = compare(
             cases, _METHODS, _REPEATS, output=report, workers=workers, seed=seed,
-            name="synthetic scenes", command=shlex.join(command), progress=told,
+            name="synthetic scenes", command=shlex.join(command), progress=step,
         )  # fmt: skip
     from segcal.report import write_report  # matplotlib is slow to import
 

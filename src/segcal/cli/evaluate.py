@@ -155,14 +155,14 @@ def diagnosis_in_words(results: Results) -> list[str]:
     # Calibrated scores and those of a channel have no common offset that could vary.
     if results.about["calibrator"] or results.about.get("channel"):
         return lines
-    gauge = found["gauge"]
+    spread = found["gauge"]
     advice = {
         "none": "calibrators that see raw logits are safe",
         "some": "prefer translation-invariant calibrators",
         "high": "use translation-invariant calibrators only",
         "undefined": "no valid voxels",
     }
-    lines.append(f"free-energy spread {gauge['free_energy_std']:.2f} nats per image: {advice[gauge['risk']]}")
+    lines.append(f"free-energy spread {spread['free_energy_std']:.2f} nats per image: {advice[spread['risk']]}")
     return lines
 
 
