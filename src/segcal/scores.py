@@ -272,6 +272,12 @@ def check_like(name: str, tensor: Tensor, like: Tensor, dtype: str, fix: str | N
         )
 
 
+def checked_mask(mask: Tensor, labels: Tensor, name: str) -> Tensor:
+    """A bool mask of the labels' shape, on their device."""
+    check_like(name, mask, labels, "bool", f"pass {name} as (N, *spatial), True where a voxel belongs")
+    return mask.to(labels.device)
+
+
 def _log(probabilities: Tensor) -> Tensor:
     return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 

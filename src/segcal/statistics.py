@@ -139,11 +139,11 @@ class VoxelStatistics:
             >>> stats.update(logits, labels, regions={"left": torch.tensor([[True, True, False, False]])}).count("left")
             2
         """
-        check_tensors(self.num_classes, logits, labels, mask, distance, uncalibrated)
         voxels = Voxels(
             logits=logits, labels=labels, top_grid=self.top_grid, class_grid=self.class_grid,
             ignore_index=ignore_index, mask=mask, uncalibrated=uncalibrated, score_map=score_map,
         )  # fmt: skip
+        check_tensors(self.num_classes, voxels, distance)
         if isinstance(regions, Mapping):
             regions = {name: inside for name, inside in regions.items() if name != EVERYTHING}
         masks = region_masks(self.regions, labels, regions)

@@ -195,8 +195,9 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
         >>> [part.columns.shape for part in parts]
         [torch.Size([3, 4])]
     """
-    check_tensors(logits.shape[1] if logits.ndim > 1 else 0, logits, labels, valid, None, None)
-    whole, given = logits.detach(), labels.shape
+    voxels = Voxels(logits, labels, mask=valid)
+    check_tensors(logits.shape[1] if logits.ndim > 1 else 0, voxels)
+    whole = logits.detach()
     if logits.ndim == 2:
         whole, labels, valid = whole.t()[None], labels[None], valid[None]
     # MPS has no float64, so its tensors are processed on the CPU.
@@ -209,6 +210,5 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
         if bool(bad.any()):
             item, row, *rest = bad.nonzero()[0].tolist()
             voxel = int(np.ravel_multi_index((item, row + rows.start, *rest), tuple(labels.shape)))
-            # The same error as that of the kernels.
-            raise Voxels(logits, labels.reshape(given)).bad_voxel(voxel)
+            raise voxels.bad_voxel(voxel)  # the same error as that of the kernels
         yield part

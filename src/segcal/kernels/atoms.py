@@ -15,15 +15,9 @@ from segcal.scores import check_like
 _MAX_ATOMS = 256  # a slot is a uint8
 
 
-def check_tensors(
-    num_classes: int,
-    logits: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    distance: Tensor | None,
-    uncalibrated: Tensor | None,
-) -> None:
+def check_tensors(num_classes: int, voxels: Voxels, distance: Tensor | None = None) -> None:
     """Raise unless logits are ``(N, C, *spatial)`` and the others, where given, ``(N, *spatial)`` of the right type."""
+    logits = voxels.logits
     if logits.ndim < 2 or not logits.is_floating_point():
         raise InputError(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
@@ -32,10 +26,10 @@ def check_tensors(
     if logits.shape[1] != num_classes:
         raise InputError(f"logits have {logits.shape[1]} classes", expected=f"{num_classes}")
     for name, tensor, dtype in (
-        ("labels", labels, "integers"),
-        ("mask", mask, "bool"),
+        ("labels", voxels.labels, "integers"),
+        ("mask", voxels.mask, "bool"),
         ("distance", distance, "floating point"),
-        ("uncalibrated", uncalibrated, "integers"),
+        ("uncalibrated", voxels.uncalibrated, "integers"),
     ):
         if tensor is not None:
             check_like(name, tensor, logits[:, 0], dtype)

@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from segcal.kernels.compiled import ONE, SMALLEST, ZERO, elementwise, exp, log1p, reduction
-from segcal.kernels.cpu_histograms import add_unlikely, bin_classes, bin_confidence, bin_predicted
+from segcal.kernels.compiled import ONE, SMALLEST, ZERO, elementwise, exp, inlined, log1p, reduction
 from segcal.kernels.scratch import DOUBLE, FLOAT, INDEX, PerClass, new_block
 from segcal.kernels.softmax_loops import argmax
 
 BLOCK = 1024
 _WIDTH = BLOCK + 80  # arrays that all start at the same place in a page would compete for the same cache lines
 
+_CELLS = math.nextafter(4096.0, 0.0)  # truncating p * _CELLS puts p = j / 4096 in the cell below, where it belongs
 _Index = np.uint64  # unsigned indices spare numba the test for negative ones
+_NEXT = np.uint64(1)
 
 
 class Rules(NamedTuple):
@@ -138,6 +140,104 @@ def _first_bad(b, size, num_classes):
 
 # The scalar work is split into several short loops. In one long loop the instructions of a voxel would fill the
 # processor's window, and it could not start on the next voxels while it waits for a bin.
+#
+# Most probabilities are in the lowest bin. These are found by vector instructions, and only their sum is kept.
+
+
+@inlined
+def _bin(p, upper, first):
+    """The bin of p: (upper[i - 1], upper[i]]."""
+    i = _Index(first[_Index(np.int64(p * _CELLS))])
+    while p > upper[i]:
+        i += _NEXT
+    return i
+
+
+@elementwise
+def _bin_confidence(b, size, upper, first, out):
+    """Bin the confidences."""
+    for v in range(size):
+        if b.target[v] >= 0:
+            a, right, p = _Index(b.slot[v]), _Index(b.winner[v] == b.target[v]), b.confidence[v]
+            i = _bin(p, upper, first)
+            b.bin[v] = i
+            out.top_count[a, right, i] += 1
+            out.top_confidence[a, right, i] += p
+
+
+@elementwise
+def _bin_predicted(b, size, rules, out):
+    """Bin the winners' probabilities by class, and the label's probability where it did not win."""
+    within, upper, first = rules.within, rules.class_upper, rules.class_first
+    wrong = _Index(0)
+    for v in range(size):
+        if b.target[v] >= 0:
+            a, c, y, p = _Index(b.slot[v]), _Index(b.winner[v]), _Index(b.target[v]), b.confidence[v]
+            i, right = _Index(within[_Index(b.bin[v])]), _Index(c == y)
+            out.predicted_count[a, c, right, i] += 1
+            out.predicted_confidence[a, c, right, i] += p
+            b.terms[c, v] = ZERO
+            b.found[wrong] = v  # a list, because a branch that cannot be predicted would cost more
+            wrong += _NEXT - right
+    for n in range(wrong):
+        v = _Index(b.found[n])
+        a, y, e = _Index(b.slot[v]), _Index(b.target[v]), b.terms[_Index(b.target[v]), v]
+        i = _bin(e * b.confidence[v], upper, first) if e > b.limit[v] else _Index(0)
+        out.class_positive[a, y, i] += 1
+
+
+@elementwise
+def _likely(row, size, limit, flags, words, filled, found):
+    """List the voxels above the lowest bin. Returns how many there are. ``words`` is ``flags``, eight at a time.
+
+    Without branches, because neither the words with flags nor the flags in them can be predicted.
+    """
+    for v in range(size):
+        flags[v] = row[v] > limit[v]
+    used = _Index(0)
+    for w in range((size + 7) // 8):
+        filled[used] = w
+        used += _Index(words[w] != 0)
+    n = _Index(0)
+    for w in filled[:used]:
+        first = _Index(8) * _Index(w)
+        for v in range(first, first + _Index(8)):
+            found[n] = v
+            n += _Index(flags[v])
+    return n
+
+
+@reduction
+def _add_unlikely(z, size, limit, inverse, sums):
+    """Add the probabilities in the lowest bin of every class. A negative limit leaves a voxel out.
+
+    Two classes at a time: one sum alone would wait for itself.
+    """
+    for k in range(0, z.shape[0], 2):
+        next_k = min(k + 1, z.shape[0] - 1)
+        row, next_row = z[k], z[next_k]
+        total, next_total = 0.0, 0.0
+        for v in range(size):
+            top, scale = limit[v], inverse[v]
+            total += np.float64(row[v] * scale if row[v] <= top else ZERO)
+            next_total += np.float64(next_row[v] * scale if next_row[v] <= top else ZERO)
+        sums[k] += total
+        if next_k > k:
+            sums[next_k] += next_total
+
+
+@elementwise
+def _bin_classes(b, size, upper, first, out):
+    """Bin the probabilities of the classes that did not win; ``cpu._complete`` adds those that did."""
+    b.flags[:] = 0
+    for k in range(b.terms.shape[0]):
+        row = b.terms[k]
+        for n in range(_likely(row, size, b.limit, b.flags, b.words, b.filled, b.found)):
+            v = _Index(b.found[n])
+            a, p = _Index(b.slot[v]), row[v] * b.confidence[v]
+            i = _bin(p, upper, first)
+            out.class_count[a, k, i] += 1
+            out.class_confidence[a, k, i] += p
 
 
 @elementwise
@@ -187,7 +287,7 @@ def _add_by_slot(b, size, classwise, out):
         if present:
             _add_energy(b.energy, size, b.own_limit, out.energy[a])
             if classwise:
-                add_unlikely(b.terms, size, b.own_limit, b.inverse, out.class_confidence[a, :, 0])
+                _add_unlikely(b.terms, size, b.own_limit, b.inverse, out.class_confidence[a, :, 0])
 
 
 @elementwise
@@ -240,12 +340,12 @@ def tally_range(x, start, stop, given, rules, b, out):
         lowest = np.float32(rules.class_upper[0])
         for v in range(size):
             b.limit[v] = lowest * (ONE + b.others[v]) if b.target[v] >= 0 else np.float32(np.inf)
-        bin_confidence(b, size, rules.upper, rules.first, out)
+        _bin_confidence(b, size, rules.upper, rules.first, out)
         _add_losses(b, size, out)
         if rules.compare:
             _add_flips(b, size, out)
         if classwise:
-            bin_predicted(b, size, rules, out)
-            bin_classes(b, size, rules.class_upper, rules.class_first, out)
+            _bin_predicted(b, size, rules, out)
+            _bin_classes(b, size, rules.class_upper, rules.class_first, out)
         _add_by_slot(b, size, classwise, out)
     return -1

@@ -84,11 +84,7 @@ def workers(voxels: Voxels, threads: int | None = None) -> int:
 
 
 def sweep(
-    voxels: Voxels,
-    loop: Callable[..., int],
-    new_state: Callable[[int], State],
-    threads: int | None = None,
-    groups: int = 1,
+    voxels: Voxels, loop: Any, new_state: Callable[[int], State], threads: int | None = None, groups: int = 1
 ) -> list[State]:
     """Let each thread take its share of the pieces through a loop; the states, in a fixed order.
 

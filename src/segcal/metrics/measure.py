@@ -11,6 +11,7 @@ __all__ = ["Aggregation", "Measure", "MetricSpec"]
 
 Better = Literal["lower", "higher", "zero", "neither"]
 Aggregation = Literal["per-image", "pooled"]
+Absent = Literal["nan", "one"]  # the value of classes that occur neither in the labels nor in the prediction
 
 
 class Measure(float):

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segcal.errors import check_name
-from segcal.metrics.measure import Measure
+from segcal.metrics.measure import Absent, Measure
 from segcal.statistics import EVERYTHING, Region, VoxelStatistics
 
 __all__ = ["accuracy", "dice_per_class", "dsc", "flip", "miou", "volume_dice"]
 
-Absent = Literal["nan", "one"]
 Flips = Literal["all", "harmful", "beneficial", "neutral"]
 
 

@@ -36,12 +36,11 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from segcal.errors import InputError, check_name
-from segcal.metrics.measure import Measure
+from segcal.metrics.measure import Absent, Measure
 from segcal.regions.boundary import checked_spacing, label_boundary, valid_voxels
 
 __all__ = ["asd", "hd95", "surface_dice"]
 
-Absent = Literal["nan", "one"]
 Miss = Literal["diagonal", "infinite", "skip"] | float
 Distances = NDArray[np.float64]
 

@@ -27,7 +27,7 @@ from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
 from segcal.errors import InputError
-from segcal.scores import check_like
+from segcal.scores import checked_mask
 
 # Voxels to work on at once: arrays of about 32 MB, where those of whole volumes would take gigabytes.
 CHUNK = 2**22
@@ -133,9 +133,3 @@ def _distance_transform(boundary: NDArray[np.bool_], spacing: tuple[float, ...],
             squares += np.square(offset * length)
         # Computed in float64, then rounded: 30 voxels of 0.1 mm are exactly 3 mm.
         out[rows] = np.sqrt(squares)
-
-
-def checked_mask(mask: Tensor, labels: Tensor, name: str) -> Tensor:
-    """A bool mask of the labels' shape, on their device."""
-    check_like(name, mask, labels, "bool", f"pass {name} as (N, *spatial), True where a voxel belongs")
-    return mask.to(labels.device)
