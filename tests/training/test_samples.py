@@ -21,7 +21,7 @@ def test_slices_of_volumes_are_the_volume(tmp_path):
     image = np.load(tmp_path / "d" / "images" / "volume-001.npy")[0]
     assert torch.equal(found[7].labels, torch.from_numpy(labels[2].astype(np.int64)))
     expected = (image[2] - image.mean(dtype=np.float64)) / image.std(dtype=np.float64)
-    torch.testing.assert_close(found[7].views[0, 0], torch.from_numpy(expected).float())
+    torch.testing.assert_close(found[7].images[0, 0], torch.from_numpy(expected).float())
 
 
 def test_augmentation_moves_image_and_labels_together(tmp_path):
@@ -36,7 +36,7 @@ def test_augmentation_moves_image_and_labels_together(tmp_path):
     for epoch in range(6):
         plain.epoch = moved.epoch = epoch
         for index in range(3):
-            image, labels = moved[index].views[0, 0], moved[index].labels
+            image, labels = moved[index].images[0, 0], moved[index].labels
             scan = moved.scans[index]
             values = image * scan.std[0] + scan.mean[0]
             wrong = (values - labels).abs()[labels != 255] > 0.05
@@ -66,14 +66,14 @@ def test_randomness_follows_from_seed_epoch_and_sample_alone(tmp_path):
     one, other = samples(tmp_path / "d", **options), samples(tmp_path / "d", **options)
     one.epoch = other.epoch = 5
     _ = other[0], torch.rand(1)
-    assert torch.equal(one[3].views, other[3].views)
-    assert not torch.equal(one[3].views[0], one[3].views[1])
+    assert torch.equal(one[3].images, other[3].images)
+    assert not torch.equal(one[3].images[0], one[3].images[1])
     workers = DataLoader(one, batch_sampler=[[3, 1]], collate_fn=one.collate, num_workers=1)
     here = one.collate([one[3], one[1]])
     (there,) = workers
     assert torch.equal(here.images, there.images)
     other.epoch = 6
-    assert not torch.equal(one[3].views, other[3].views)
+    assert not torch.equal(one[3].images, other[3].images)
 
 
 def test_batches_are_padded_with_ignored_voxels(tmp_path):

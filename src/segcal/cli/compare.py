@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
+import pkgutil
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,11 +125,10 @@ def compare_command(
 
 def load_model(text: str) -> Callable[..., Any]:
     """The function that ``module:function`` names. Modules in the current folder are found."""
-    module, _, function = text.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             f"cannot be imported ({error})", where=f"--model {text}", expected="module:function, such as mynet:predict"

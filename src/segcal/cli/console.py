@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -141,7 +141,7 @@ class Pulse:
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar, or one line a minute. Call it with the name of each item before its work begins."""
     done = count()  # Nothing is done when the first item begins.
-    with _shown(title, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as show:
+    with waiting(title, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as show:
         show("", 0, total)
         yield lambda name: show(name, next(done), total)
 
@@ -149,18 +149,16 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def study_progress() -> Iterator[Callable[[Step], None]]:
     """A progress bar for a study, or one line a minute."""
-    with _shown("comparing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as show:
+    with waiting("comparing", BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as show:
         yield lambda step: show(*step)
 
 
-def waiting(title: str) -> AbstractContextManager[Callable[[str], None]]:
-    """A spinner for work of unknown length, or one line a minute. Call it with the name of each step."""
-    return _shown(title)
-
-
 @contextmanager
-def _shown(title: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
-    """A spinner and these columns, or one line a minute. Call it with a name, what is done, and the total."""
+def waiting(title: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A spinner for work of unknown length, or one line a minute. Call it with the name of each step.
+
+    With columns, such as a bar, call it also with the work that is done and the total.
+    """
     if not err.is_terminal:
         pulse = Pulse(title)
         with pulse.beating():

@@ -301,24 +301,21 @@ class _Agreement:
 
 
 def _add_notes(report: CheckReport) -> None:
+    add = report.notes.append
     if report.kind == "logits" and not report.multilabel and report.shapes and report.like_probabilities:
-        report.notes.append(
-            "declared as logits, but the values are in [0, 1] and sum to 1: these look like probabilities (probs/)"
-        )
+        add("declared as logits, but the values are in [0, 1] and sum to 1: these look like probabilities (probs/)")
     if report.blank:
-        report.notes.append(
-            f"every logit is exactly 0 at {report.blank:,} valid voxels: padding that should be masked, or an "
-            "incomplete file?"
-        )
+        why = "padding that should be masked, or an incomplete file?"
+        add(f"every logit is exactly 0 at {report.blank:,} valid voxels: {why}")
     if report.valid:
         named = [f"{k} ({name})" for k, name in enumerate(report.class_names or ())]
         names = report.channel_names or named or map(str, range(len(report.label_counts)))
         absent = [name for name, count in zip(names, report.label_counts, strict=True) if count == 0]
         if absent:
-            report.notes.append(f"never in the labels: {', '.join(absent)}")
+            add(f"never in the labels: {', '.join(absent)}")
     if math.isinf(report.mean(nll)):
-        report.notes.append("some voxels have a label whose score is -inf: the NLL is infinite")
+        add("some voxels have a label whose score is -inf: the NLL is infinite")
     if report.cases and not report.valid and not report.problems:
-        report.notes.append("no valid voxel: everything is ignored or masked")
+        add("no valid voxel: everything is ignored or masked")
     if any(len(shape) == 3 for shape in report.shapes) and None in report.spacings:
-        report.notes.append("volumes without spacing: distances will be in voxels (set spacing in segcal.toml)")
+        add("volumes without spacing: distances will be in voxels (set spacing in segcal.toml)")

@@ -21,22 +21,18 @@ from segcal.training.networks import pad_end
 MOST_DEGREES = 15.0
 
 
-class Sample(NamedTuple):
-    """``views (V, channels, *S)`` of one image, and its labels ``(*S)``."""
-
-    views: Tensor
-    labels: Tensor
-
-
 class Batch(NamedTuple):
-    """``images (V B, channels, *S)``, all first views before all second ones, and labels ``(V B, *S)``."""
+    """``images (V B, channels, *S)``, all first views before all second ones, and labels ``(V B, *S)``.
+
+    A single sample has its views ``(V, channels, *S)`` as images, and one map of labels ``(*S)``.
+    """
 
     images: Tensor
     labels: Tensor
 
 
 @dataclass
-class Samples(data.Dataset[Sample]):
+class Samples(data.Dataset[Batch]):
     """The training samples of an epoch: images, slices of volumes (``dims`` 2), or volumes (``dims`` 3).
 
     Args:
@@ -66,7 +62,7 @@ class Samples(data.Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Batch:
         (scan, rows), config = self.index[index], self.config
         image, labels = scan.normalised(rows), scan.labels(rows)
         if len(scan.spatial) > config.dims:
@@ -80,12 +76,12 @@ class Samples(data.Dataset[Sample]):
         if "rotate" in config.augment and rng.random() < 0.5:
             image, labels = rotate(image, labels, rng.uniform(-MOST_DEGREES, MOST_DEGREES), self.ignore_index)
         views = [image] if self.views == 1 else [_view(image, rng) for _ in range(self.views)]
-        return Sample(torch.stack(views), labels)
+        return Batch(torch.stack(views), labels)
 
-    def collate(self, samples: Sequence[Sample]) -> Batch:
+    def collate(self, samples: Sequence[Batch]) -> Batch:
         """Stack samples; smaller ones are padded with ignored voxels."""
         size = [max(sizes) for sizes in zip(*(sample.labels.shape for sample in samples), strict=True)]
-        images = torch.stack([pad_end(sample.views, size) for sample in samples], 1).flatten(0, 1)
+        images = torch.stack([pad_end(sample.images, size) for sample in samples], 1).flatten(0, 1)
         labels = torch.stack([pad_end(sample.labels, size, value=self.ignore_index) for sample in samples])
         return Batch(images, labels.repeat(self.views, *(1,) * self.config.dims))
 
