@@ -134,7 +134,9 @@ def load_model(text: str) -> Callable[..., Any]:
             f"cannot be imported ({error})", where=f"--model {text}", expected="module:function, such as mynet:predict"
         ) from None
     if not callable(found):
-        raise InputError(f"is a {type(found).__name__}", where=f"--model {text}", expected="a function")
+        raise InputError(
+            f"is a {type(found).__name__}", where=f"--model {text}", expected="a function, as module:function"
+        )
     return found  # type: ignore[no-any-return]
 
 
