@@ -148,13 +148,8 @@ def _draw_legend(
             Patch(facecolor=style.IGNORED, hatch="//////", edgecolor=style.FAINT, linewidth=0, label="ignored")
         )
     ax.axis("off")
-    ax.legend(
-        handles=handles,
-        loc="upper left",
-        borderaxespad=0,
-        ncols=1 if len(handles) <= min(12, rows) else 2,
-        **style.LEGEND,
-    )
+    columns = 1 if len(handles) <= min(12, rows) else 2
+    ax.legend(handles=handles, loc="upper left", borderaxespad=0, ncols=columns, **style.LEGEND)
 
 
 def local_reliability(
@@ -236,12 +231,8 @@ def _reliability(view: View, window: Window, num_bins: int) -> Reliability:
     case, channel, everything = view.case, slice(view.channel, view.channel + 1), slice(None)
     voxels, columns = (channel, *window), (channel, everything, everything, *window[1:])
     statistics = VoxelStatistics(case.shape[1], bins=(num_bins,), classwise=False)
-    statistics.update(
-        view.scores(window[0])[columns],
-        case.labels[voxels],
-        ignore_index=case.ignore_index,
-        mask=None if case.mask is None else case.mask[voxels],
-    )
+    scores, mask = view.scores(window[0])[columns], None if case.mask is None else case.mask[voxels]
+    statistics.update(scores, case.labels[voxels], ignore_index=case.ignore_index, mask=mask)
     return reliability(statistics, num_bins)
 
 
@@ -302,13 +293,8 @@ def _draw_spread(ax: style.Axes, patches: Sequence[Patch], total: float) -> None
     values = np.array([patch.ece for patch in patches])
     ax.bar(range(len(values)), values, color=_colours(patches), edgecolor=style.INK, linewidth=0.6, label="_local")
     ax.axhline(total, color=style.INK, linewidth=1, linestyle="--")
-    style.tidy(
-        ax,
-        title=f"local ECE\nmean {values.mean():.3f}, max {values.max():.3f}",
-        xlabel="patches (dashed: everything)",
-        ylabel="ECE",
-        label_size=style.SMALL,
-    )
+    title = f"local ECE\nmean {values.mean():.3f}, max {values.max():.3f}"
+    style.tidy(ax, title=title, xlabel="patches (dashed: everything)", ylabel="ECE", label_size=style.SMALL)
     ax.set(xticks=(), ylim=(0, 1.15 * max(values.max(), total, 1e-6)))
 
 

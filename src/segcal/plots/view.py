@@ -34,7 +34,7 @@ class View:
 
     @classmethod
     def of(cls, case: Case, *, slice_index: int | None, channel: int, log_probs: Tensor | None) -> View:
-        """A checked view. By default, a volume shows the slice with most foreground."""
+        """A checked view. By default, a volume shows the slice with most foreground, or the middle one without any."""
         batch, _, *spatial = case.shape
         if len(spatial) not in (2, 3):
             raise InputError(f"{len(spatial)} spatial axes", case=case.id, expected="an image or a volume")
@@ -48,7 +48,8 @@ class View:
             expected = "none for an image" if len(spatial) == 2 else f"0..{spatial[0] - 1}"
             raise InputError(f"slice_index is {slice_index}", case=case.id, expected=expected)
         if slice_index is None and len(spatial) == 3:
-            slice_index = _richest_slice(case.labels[channel], case.valid[channel])
+            foreground = (case.valid[channel] & (case.labels[channel] != 0)).sum((1, 2))
+            slice_index = int(foreground.argmax()) if bool(foreground.any()) else spatial[0] // 2
         return cls(case, channel, slice_index, log_probs)
 
     @property
@@ -109,9 +110,3 @@ class View:
             spine.set(visible=True, color=style.FAINT, linewidth=0.8)
         ax.set_title(title, loc="left", fontsize=style.NORMAL, color=style.INK)
         return shown
-
-
-def _richest_slice(labels: Tensor, valid: Tensor) -> int:
-    """The slice of ``(depth, height, width)`` labels with most valid foreground, or the middle one without any."""
-    foreground = (valid & (labels != 0)).sum((1, 2))
-    return int(foreground.argmax()) if bool(foreground.any()) else len(labels) // 2

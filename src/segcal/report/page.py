@@ -104,6 +104,8 @@ def payload(
             f"The values per case of {left_out} combinations of metric and region are only in results.json, to keep "
             "this page small."
         )
+    # A calibrator may be left over from an earlier study in the folder.
+    left_over = {"calibrator.safetensors"} - {study["recommendation"].get("file")}
     shift = study.get("shift") or []
     # The page shows shifted data beside the regions.
     shifted = [{**row, "region": f"shifted: {each['name']}"} for each in shift for row in each.get("reliability") or []]
@@ -113,17 +115,12 @@ def payload(
         cases=cases,
         browser=browser,
         shift=[{name: each.get(name, []) for name in ("name", "summary", "differences")} for each in shift],
-        files=[[name, what] for name, what in _FILES if (folder / name).is_file() and _belongs_to(study, name)],
+        files=[[name, what] for name, what in _FILES if (folder / name).is_file() and name not in left_over],
         figures=figures,
         notes=[*notes, *remarks],
     )
     rounded: dict[str, Any] = plain(result, digits=6)
     return rounded
-
-
-def _belongs_to(study: Mapping[str, Any], name: str) -> bool:
-    """Whether a file belongs to this study: a calibrator may be left over from an earlier study in the folder."""
-    return not name.endswith(".safetensors") or study["recommendation"].get("file") == name
 
 
 def pack_cases(study: Mapping[str, Any], *, most_bytes: int = MOST_CASE_BYTES) -> tuple[dict[str, Any], int]:

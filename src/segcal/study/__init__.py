@@ -7,9 +7,9 @@ In the order of a study:
 3. ``work``: the fits (with ``tuning``) and the evaluations, done or found in the store; ``work.run`` combines them.
 4. ``summary``: from the values of all cases to means, intervals, differences, ranks and voxel counts.
 5. ``advice``: the rule that chooses a method, and the sentences that say what it found.
-6. ``results``: the results document, its tables and pictures, and ``Study``, which users hold.
+6. ``results``: pictures of cases, and ``Study``, which users hold, with its tables.
 
-``engine.compare`` runs all of it.
+``engine.compare`` runs all of it and collects the results document.
 """
 
 from segcal.study.engine import compare

@@ -157,12 +157,6 @@ class Method:
         }
 
 
-def study_methods(settings: Settings) -> list[Method]:
-    """Uncalibrated first, then every method; with pooling spaces, uncalibrated and every method in each of them."""
-    spaces = [Method(id, space) for space in settings.pooling for id in (UNCALIBRATED, *settings.methods)]
-    return [Method(UNCALIBRATED), *(spaces or map(Method, settings.methods))]
-
-
 def variant_of(cases: CaseSet, variant: str | None) -> CaseSet:
     """The cases as a variant sees them: pooled in a space, the first member alone, or the first few."""
     if variant is None:

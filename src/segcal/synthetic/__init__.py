@@ -98,13 +98,9 @@ def scenes(
         raise InputError(f"class_names has {len(class_names)} names", expected=f"{num_classes}, one for each class")
     plants = tuple(plant or ())
     spec = SceneSpec(tuple(size), num_classes, seed, plants, coherence, members, member_noise, shift, ignored)
-    return CaseSet(
-        [CaseRef(_name(spec, index), partial(_open, spec, index)) for index in range(count)],
-        num_classes=num_classes,
-        ignore_index=IGNORE_INDEX,
-        class_names=None if class_names is None else tuple(class_names),
-        num_members=members,
-    )
+    refs = [CaseRef(_name(spec, index), partial(_open, spec, index)) for index in range(count)]
+    names = None if class_names is None else tuple(class_names)
+    return CaseSet(refs, num_classes=num_classes, ignore_index=IGNORE_INDEX, class_names=names, num_members=members)
 
 
 def demo_scenes(seed: int = 0) -> tuple[CaseSet, CaseSet]:

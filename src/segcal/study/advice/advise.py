@@ -66,6 +66,9 @@ def advise(
         shift=shifts,
         robust_choice=robust.method,
     )
+    deployed = run.methods[choice.method].id != UNCALIBRATED
+    if deployed:
+        run.refit(choice.method).save(run.folder / CALIBRATOR_FILE)
     return {
         "method": choice.method,
         "best": choice.best,
@@ -77,7 +80,7 @@ def advise(
         "candidates": list(choice.candidates),
         "left_out": list(choice.left_out),
         "validation_nll": choice.validation_nll,
-        "file": _deploy(run, choice.method),
+        "file": CALIBRATOR_FILE if deployed else None,
     }
 
 
@@ -88,11 +91,3 @@ def _shown(run: Run, choice: Choice) -> str | None:
     if choice.method in fitted:
         return choice.method
     return min(fitted, key=lambda key: (key not in choice.candidates, nll[key]["mean"]), default=None)
-
-
-def _deploy(run: Run, key: str) -> str | None:
-    """Write the chosen calibrator to its file."""
-    if run.methods[key].id == UNCALIBRATED:
-        return None
-    run.refit(key).save(run.folder / CALIBRATOR_FILE)
-    return CALIBRATOR_FILE

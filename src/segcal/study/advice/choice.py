@@ -114,7 +114,7 @@ def choose(
     best = min(allowed, key=lambda one: (nll[one.key]["mean"], one.parameters))
     for one in candidates:
         # Paired by case: otherwise the difficulty of the cases would hide every difference between methods.
-        minus = mean_and_error(difference(_array(one.nll), _array(best.nll)), groups)
+        minus = mean_and_error(difference(np.asarray(one.nll, float), np.asarray(best.nll, float)), groups)
         nll[one.key] |= {"minus_best": minus["mean"], "minus_best_standard_error": minus["standard_error"]}
     as_good = [one for one in allowed if one is best or _within_one_error(nll[one.key])]
     chosen = min(as_good, key=lambda one: (one.parameters, nll[one.key]["mean"]))
@@ -169,14 +169,10 @@ def mean_and_error(values: Sequence[float] | FloatArray, groups: Sequence[str] |
         >>> mean_and_error([1.0, 2.0, 3.0, float("nan")])
         {'mean': 2.0, 'standard_error': 0.57735...}
     """
-    array = _array(values)
+    array = np.asarray(values, float)
     return {"mean": float(mean(array, 0)[0]), "standard_error": standard_error(array.tolist(), groups=groups)}
 
 
 def _within_one_error(nll: Mapping[str, float]) -> bool:
     # A single case (group) has no standard error: comparing with NaN is false.
     return nll["minus_best"] <= nll["minus_best_standard_error"] or nll["minus_best"] <= NEGLIGIBLE
-
-
-def _array(values: Sequence[float] | FloatArray) -> FloatArray:
-    return np.asarray(values, float)

@@ -74,7 +74,8 @@ def write_browser(
         for place, (index, pictures) in enumerate(_panels(case, own)):
             files = {name: f"browser/{number}-{place}-{panel}.png" for panel, name in enumerate(pictures)}
             for name, file in files.items():
-                _save(pictures[name], folder / file)
+                with atomic_path(folder / file) as temporary:
+                    Image.fromarray(pictures[name]).save(temporary, "PNG", optimize=True)
             slices.append({"index": index, "panels": [{"name": name, "file": file} for name, file in files.items()]})
         numbers = {f"{metric} before": values[where] for metric, values in before.items()}
         if calibrator is not None:
@@ -210,8 +211,3 @@ def _mapped(values: Tensor, colours: NDArray[np.float64]) -> Pixels:
 
 def _where(mask: Tensor, yes: Pixels, no: Pixels) -> Pixels:
     return np.where(mask.numpy()[..., None], yes, no)
-
-
-def _save(pixels: Pixels, path: Path) -> None:
-    with atomic_path(path) as temporary:
-        Image.fromarray(pixels).save(temporary, "PNG", optimize=True)

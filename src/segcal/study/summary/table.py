@@ -77,12 +77,6 @@ class Table:
         own = None if groups is None else tuple(groups[case] for case in tested)
         return cls(methods, tuple(columns), means, own, twins)
 
-    @property
-    def ranked(self) -> Table:
-        """The columns by which methods and uncalibrated scores can be ranked."""
-        specs = {column: _spec(column[0]) for column in self.columns}
-        return self.part([own for own, spec in specs.items() if spec.better != "neither" and _has_baseline(spec)])
-
     def part(self, columns: Columns) -> Table:
         """Only some of the columns."""
         chosen = [self.columns.index(column) for column in columns]
@@ -160,7 +154,8 @@ def rankings(table: Table) -> dict[str, Any]:
     ``ranks`` has, for every column, Friedman's test, mean ranks over cases, and which methods are not distinguishable.
     ``sum_rank`` adds up the ranks by the mean of every column. ``mean_case_rank`` averages the ranks in every case.
     """
-    table = table.ranked
+    specs = {column: _spec(column[0]) for column in table.columns}
+    table = table.part([own for own, spec in specs.items() if spec.better != "neither" and _has_baseline(spec)])
     if not table.columns:
         return {"ranks": [], "sum_rank": {}, "mean_case_rank": {}}
     losses = table.losses(table.values)

@@ -15,7 +15,7 @@ import torch
 
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
-from segcal.errors import SegcalError
+from segcal.errors import naming
 from segcal.regions import BANDS
 from segcal.regions.boundary import valid_voxels
 from segcal.study.settings import FLIPS
@@ -36,7 +36,7 @@ def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict
     for ref in cases.refs:
         case = ref.open()
         total = torch.zeros(len(labelled(cases)), dtype=torch.int64)
-        try:
+        with naming(case=case.id):
             for rows in row_slices(case.shape):
                 labels, mask = case.rows("labels", rows), case.rows("mask", rows)
                 valid = valid_voxels(labels, ignore_index=case.ignore_index, mask=mask)
@@ -44,8 +44,6 @@ def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict
                     total += torch.bincount(labels[valid], minlength=cases.num_classes)
                 else:
                     total += (valid & (labels == 1)).flatten(1).sum(1)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
         counts[ref.id] = total.tolist()
     return store.write("labels", key, counts)
 

@@ -18,7 +18,7 @@ from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
 from segcal.metrics import Column
 from segcal.parallel.threads import torch_threads
-from segcal.study.settings import UNCALIBRATED, Method, Settings, study_methods
+from segcal.study.settings import UNCALIBRATED, Method, Settings
 from segcal.study.splits import ShiftedSet, counted_once
 from segcal.study.work.store import Store, fingerprints
 from segcal.study.work.tasks import Evaluation, FitTask, Group, run_fits
@@ -112,8 +112,10 @@ class Run:
 
     @cached_property
     def methods(self) -> dict[str, Method]:
-        """All methods by their key, uncalibrated first."""
-        return {method.key: method for method in study_methods(self.settings)}
+        """All methods by their key: uncalibrated first, then each method; with pooling spaces, both in each of them."""
+        ids = self.settings.methods
+        spaces = [Method(id, space) for space in self.settings.pooling for id in (UNCALIBRATED, *ids)]
+        return {method.key: method for method in (Method(UNCALIBRATED), *(spaces or map(Method, ids)))}
 
     def variant(self, key: str) -> str | None:
         """How a method pools the ensemble. Uncalibrated shares the deployed pooling, so that it is read only once."""

@@ -108,7 +108,8 @@ def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
     """Fit and store. A failed fit gives its reason and is not stored: it may succeed next time."""
     store = Store(folder)
     started = time.perf_counter()
-    reset_peak_memory()
+    with suppress(OSError):  # Restart the measurement of peak memory, if the system can.
+        Path("/proc/self/clear_refs").write_text("5")
     try:
         calibrator = _fitted(task)
     except Exception as error:  # One method must not end the study.
@@ -140,12 +141,6 @@ def _fitted(task: FitTask) -> Calibrator:
     if (task.tune == "path" and exact) or (task.tune == "paper" and calibrator.search_space):
         return tune(calibrator, task.calibration, task.validation, select=task.select, seed=task.seed)
     return calibrator.fit(task.calibration, validation=task.validation, seed=task.seed)
-
-
-def reset_peak_memory() -> None:
-    """Restart the measurement of peak memory, if the system can."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> float:
