@@ -231,15 +231,9 @@ def _shift(run: Run, same: Mapping[str, str]) -> tuple[list[Row], list[Shift], l
         table = _table(one.cases, repeats, [*columns, NLL, ECE], same)
         means, changes = summary(table, repeats, run.settings.seed), differences(table, run.settings.seed)
         against = _against_reference(run, table)
-        entries.append(
-            {
-                "name": one.name,
-                "summary": _shown(run, means),
-                "differences": _shown(run, [*changes, *against]),
-                "flips": voxels.flips(repeats),
-                "reliability": voxels.reliability(repeats, (EVERYTHING,), classes=False, bands=False),
-            }
-        )
+        tables = {"summary": _shown(run, means), "differences": _shown(run, [*changes, *against])}
+        bins = voxels.reliability(repeats, (EVERYTHING,), classes=False, bands=False)
+        entries.append({"name": one.name, **tables, "flips": voxels.flips(repeats), "reliability": bins})
         facts.append(Shift(one.name, by_method(means), by_method(changes), by_method(against)))
         warnings += [f"{key} failed: {reason}" for key, reason in failures.items()]
     return entries, facts, warnings

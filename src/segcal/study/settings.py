@@ -143,18 +143,13 @@ class Method:
 
     def row(self, parameters: int | None, reason: str | None) -> dict[str, Any]:
         """Its entry in the results."""
-        calibrator = None if self.id == UNCALIBRATED else CALIBRATORS[self.id]()
-        return {
-            "key": self.key,
-            "id": self.id,
-            "pooling": self.pooling,
-            "name": "Uncalibrated" if calibrator is None else calibrator.title,
-            "preserves": "order" if calibrator is None else calibrator.preserves,
-            "translation_invariant": True if calibrator is None else calibrator.translation_invariant,
-            "parameters": 0 if calibrator is None else parameters,
-            "status": "ok" if reason is None else "failed",
-            "reason": reason,
-        }
+        about = {"name": "Uncalibrated", "preserves": "order", "translation_invariant": True, "parameters": 0}
+        if self.id != UNCALIBRATED:
+            own = CALIBRATORS[self.id]()
+            keeps = {"preserves": own.preserves, "translation_invariant": own.translation_invariant}
+            about = {"name": own.title, **keeps, "parameters": parameters}
+        status = {"status": "ok" if reason is None else "failed", "reason": reason}
+        return {"key": self.key, "id": self.id, "pooling": self.pooling, **about, **status}
 
 
 def variant_of(cases: CaseSet, variant: str | None) -> CaseSet:

@@ -80,17 +80,9 @@ def write_browser(
         numbers = {f"{metric} before": values[where] for metric, values in before.items()}
         if calibrator is not None:
             numbers |= {f"{metric} after": values[where] for metric, values in after.items()}
-        entries.append(
-            {
-                "case": where.case,
-                "channel": cases.channel_names[where.channel] if cases.channel_names else "",
-                "title": title,
-                "method": method,
-                "shape": list(case.shape[2:]),
-                "slices": slices,
-                "numbers": numbers,
-            }
-        )
+        channel = cases.channel_names[where.channel] if cases.channel_names else ""
+        about = {"case": where.case, "channel": channel, "title": title, "method": method}
+        entries.append({**about, "shape": list(case.shape[2:]), "slices": slices, "numbers": numbers})
     return entries
 
 

@@ -164,17 +164,9 @@ def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
                 "confidence": float(confidence.sum()),
                 "accuracy": float(correct.sum()),
             }
-            rows.append(
-                {
-                    "method": method,
-                    "band": band,
-                    "low": float(low),
-                    "high": None if high == "inf" else float(high),
-                    "unit": unit,
-                    "count": total,
-                    **{name: value / total if total else math.nan for name, value in sums.items()},
-                }
-            )
+            distance = {"low": float(low), "high": None if high == "inf" else float(high), "unit": unit}
+            means = {name: value / total if total else math.nan for name, value in sums.items()}
+            rows.append({"method": method, "band": band, **distance, "count": total, **means})
     return rows
 
 
