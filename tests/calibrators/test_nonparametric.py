@@ -11,7 +11,7 @@ from segcal.calibrators.nonparametric import (
 from segcal.cases import CaseRef, CaseSet
 from segcal.errors import InputError
 from segcal.fitting.measured import mean_loss
-from segcal.kernels.fine_histogram import logit_bin
+from segcal.kernels.fitting_passes import logit_bin
 from segcal.kernels.grid import LIMIT, LOGIT_BINS
 from segcal.scores import log_probabilities, only_possible
 from segcal.synthetic import Temperature, scenes

@@ -6,8 +6,8 @@ import torch
 
 from segcal.calibrators.nonparametric import HistogramBinning, IsotonicRegression
 from segcal.errors import InputError
-from segcal.kernels import fine_histogram
-from segcal.kernels.fine_histogram import FineHistogram, logit_bin, logit_edges
+from segcal.kernels import fitting_passes
+from segcal.kernels.fitting_passes import FineHistogram, logit_bin, logit_edges
 from segcal.kernels.grid import LIMIT, LOGIT_BINS
 from segcal.kernels.voxels import Voxels
 from segcal.scores import log_probabilities
@@ -62,7 +62,7 @@ def test_threads_that_divide_the_classes_fill_the_same_bins(monkeypatch):
     definition, _ = both(z, y, mask)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for numbers in (0, 2 * 3 * 5 * LOGIT_BINS, 2**40):
-        monkeypatch.setattr(fine_histogram, "_NUMBERS", numbers)
+        monkeypatch.setattr(fitting_passes, "_NUMBERS", numbers)
         assert_equal(definition, both(z, y, mask)[1])
 
 

@@ -17,7 +17,7 @@ from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
 from segcal.fitting.limits import SHARE, Limits
 from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels import Voxels
-from segcal.kernels.fine_histogram import FineHistogram, logit_centres, logit_edges
+from segcal.kernels.fitting_passes import FineHistogram, logit_centres, logit_edges
 from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
 from segcal.types import Case, Chunk, FloatArray

@@ -72,10 +72,10 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool, threads:
 def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor, threads: int | None = None) -> Tensor:
     """``log S(g(log S(z)))`` of logits ``(N, C, *spatial)`` in their dtype and with their argmax.
 
-    g rises and is linear between ``knots (bins,)`` at ``centres (bins,)``, which are those of ``fine_histogram``.
+    g rises and is linear between ``knots (bins,)`` at ``centres (bins,)``, which are those of a ``FineHistogram``.
 
     Examples:
-        >>> from segcal.kernels.fine_histogram import logit_centres
+        >>> from segcal.kernels.fitting_passes import logit_centres
         >>> centres = torch.from_numpy(logit_centres())
         >>> apply_knots(torch.tensor([[2.0, 0.0]]), centres, centres).exp()
         tensor([[0.8808, 0.1192]])

@@ -1,4 +1,4 @@
-"""Compiled loops that find the bins of probabilities, for ``fine_histogram`` and the maps of ``apply_cpu`` with bins.
+"""Compiled loops that find the bins of probabilities, for ``FineHistogram`` and the maps of ``apply_cpu`` with bins.
 
 Histograms take log-probabilities in float64, so that bins are exactly those of the definition. A probability's bin is
 first estimated from its approximate logit, by vector instructions, and then corrected by comparison with the two
