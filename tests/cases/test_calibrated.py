@@ -9,8 +9,7 @@ from segcal.calibrators import CALIBRATORS
 from segcal.cases.calibrated import CaseCalibrator, as_calibrator, case_scores, score_pieces
 from segcal.cli.demo import _true_error
 from segcal.errors import InputError, SegcalError
-from segcal.evaluation.apply import apply
-from segcal.evaluation.maps import write_maps
+from segcal.evaluation.apply import apply, write_maps
 from segcal.fitting.measured import mean_loss
 from segcal.study.results import browser
 from segcal.study.tuning import _measure, tune

@@ -15,8 +15,7 @@ from segcal.cases.formats import SCORE_FORMATS
 from segcal.cases.output import score_path, write_scores
 from segcal.cases.tensor_cases import tensors_as_cases
 from segcal.errors import DataError, InputError, OutputError
-from segcal.evaluation.apply import apply
-from segcal.evaluation.maps import write_maps
+from segcal.evaluation.apply import apply, write_maps
 from segcal.files.folders import JOURNAL
 from segcal.synthetic import scenes
 

@@ -12,7 +12,8 @@ import datasets
 import segcal
 from segcal.errors import InputError
 from segcal.evaluation import maps as module
-from segcal.evaluation.maps import voxel_maps, write_maps
+from segcal.evaluation.apply import write_maps
+from segcal.evaluation.maps import voxel_maps
 from segcal.regions import CaseRegions
 
 NAMES = {"confidence", "prediction", "error", "confidence-balance", "band"}

@@ -9,8 +9,7 @@ from datasets import plain, snapshot
 from segcal.cases import write_dataset
 from segcal.cases.formats import SCORE_FORMATS
 from segcal.errors import OutputError
-from segcal.evaluation.apply import apply
-from segcal.evaluation.maps import write_maps
+from segcal.evaluation.apply import apply, write_maps
 from segcal.files import atomic as files
 from segcal.files.atomic import atomic_path, check_writable
 from segcal.plots import reliability_figures, save

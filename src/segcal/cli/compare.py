@@ -125,18 +125,15 @@ def compare_command(
 
 def load_model(text: str) -> Callable[..., Any]:
     """The function that ``module:function`` names. Modules in the current folder are found."""
+    where, expected = f"--model {text}", "module:function, such as mynet:predict"
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"cannot be imported ({error})", where=f"--model {text}", expected="module:function, such as mynet:predict"
-        ) from None
+        raise InputError(f"cannot be imported ({error})", where=where, expected=expected) from None
     if not callable(found):
-        raise InputError(
-            f"is a {type(found).__name__}", where=f"--model {text}", expected="a function, as module:function"
-        )
+        raise InputError(f"is a {type(found).__name__}", where=where, expected=expected)
     return found  # type: ignore[no-any-return]
 
 

@@ -14,8 +14,8 @@ from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
 from segcal.cli.console import new_table, out, progress, show_notes, show_table
 from segcal.cli.data import Data, Json, Labels, Layout, Workers, check_files, open_data, seed_option, split_names
+from segcal.evaluation.apply import open_maps, write_maps
 from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
-from segcal.evaluation.maps import open_maps, write_maps
 from segcal.evaluation.plan import parse_metric
 from segcal.evaluation.results import Results
 from segcal.files.atomic import check_writable

@@ -1,4 +1,4 @@
-"""``apply``: write calibrated probabilities of every case, in the format and geometry of the input."""
+"""What is written for every case: calibrated probabilities (``apply``), and voxel maps (``write_maps``)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
-from segcal.cases.calibrated import check_classes, score_pieces
-from segcal.cases.formats import ArraySpec
+from segcal.cases.calibrated import AnyCalibrator, case_scores, check_classes, score_pieces
+from segcal.cases.disk import DiskCase
+from segcal.cases.formats import ArraySpec, Geometry, open_array
 from segcal.cases.output import OutputFolder, score_path, write_scores
 from segcal.errors import naming
+from segcal.evaluation.maps import MAPS, voxel_maps
 from segcal.files.atomic import file_name
 from segcal.types import Case
 
@@ -91,3 +94,63 @@ def _counted_pieces(
             confidence = log_probs.amax(1).exp().numpy()
             write(rows, confidence if len(confidence) > 1 else confidence[0])
         yield rows, log_probs
+
+
+def write_maps(
+    cases: CaseSet,
+    folder: str | Path,
+    *,
+    calibrator: AnyCalibrator = None,
+    progress: Callable[[str], None] = lambda case: None,
+) -> None:
+    """Write the maps of every case to ``folder/<map>/<case>``, each complete or not at all.
+
+    Cases whose labels are NIfTI give ``.nii.gz`` with the geometry of the labels, all others ``.npy`` of shape
+    ``(*spatial)``, or ``(N, *spatial)`` for a multi-label case. Predictions are unsigned integers.
+
+    Args:
+        cases: The cases to map.
+        folder: Where to write. Maps of an earlier run are replaced; other files in their place are an error.
+        calibrator: A calibrator, a function from logits to log-probabilities, or None for the uncalibrated scores.
+        progress: Called with the name of each case before it is read.
+
+    Examples:
+        >>> import tempfile
+        >>> from segcal.synthetic import scenes
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_maps(scenes(1, size=(32, 40)), folder)
+        ...     np.load(f"{folder}/confidence/image-000.npy").shape
+        (32, 40)
+    """
+    check_classes(cases, calibrator)
+    with open_maps(cases, folder) as output:
+        for case in cases:
+            progress(case.id)
+            with naming(case=case.id):
+                scores, labels, mask = case_scores(case, calibrator), case.labels, case.mask
+                maps = voxel_maps(scores, labels, ignore_index=case.ignore_index, mask=mask, spacing=case.spacing)
+            geometry = _label_geometry(case)
+            for name, values in maps.items():
+                array = values.cpu().numpy()
+                if name == "prediction":
+                    array = array.astype(np.min_scalar_type(case.shape[1] - 1))
+                shown = array[0] if len(array) == 1 else array
+                path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
+                with output.array(path, case, ArraySpec(shown.shape, shown.dtype, geometry=geometry)) as write:
+                    write(slice(0, len(shown)), shown)
+            del case  # Otherwise it would stay in memory while the next one is read.
+
+
+def open_maps(cases: CaseSet, folder: str | Path) -> OutputFolder:
+    """The folder for maps, created with the first one. Raises if files that segcal did not write are in the way."""
+    output = OutputFolder(Path(folder), cases, "voxel maps", settings={}, shared=True)
+    for name in MAPS:
+        output.check_own(name)
+    return output
+
+
+def _label_geometry(case: Case) -> Geometry | None:
+    """The geometry of the labels of a case, if they have one and its maps have the same axes."""
+    label = case.source.files.label if isinstance(case.source, DiskCase) else None
+    file = None if label is None else open_array(label)
+    return file.geometry if file is not None and file.shape == case.shape[2:] and case.shape[0] == 1 else None
