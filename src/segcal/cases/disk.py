@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segcal.cases import oriented
 from segcal.cases.config import SPACING_RANGE, DatasetConfig, is_spacing
 from segcal.cases.formats import SCORE_FORMATS, Array, format_of, open_array, split_suffix
 from segcal.cases.layout import CaseFiles
-from segcal.cases.missing import check_scores, check_sums, check_values
 from segcal.cases.nnunet import connected_to_border
-from segcal.cases.oriented import IMAGE_KEYS, LABEL_KEYS, MASK_KEYS, SCORE_KEYS, Oriented, orient
+from segcal.cases.oriented import Oriented
 from segcal.errors import ConfigError, DataError, naming
 from segcal.scores import Pool, canonical_logits
 from segcal.types import Kind, row_slices
@@ -45,7 +45,7 @@ class DiskCase:
         self.num_members = len(files.members) if len(files.members) > 1 or whole is not None else None
         self._partial: set[Path] = set()  # members with missing chunks
         self._extras: dict[Path, Oriented] = {}
-        self._label = self._open_extra(files.label, LABEL_KEYS) if files.label else None
+        self._label = self._open_extra(files.label, oriented.LABEL_KEYS) if files.label else None
         self.members = [self._open_scores(path) for path in files.members]
         with self._naming(files.members[0]):
             self._check_shapes()
@@ -56,7 +56,7 @@ class DiskCase:
 
     def _open_scores(self, path: Path) -> Oriented:
         with self._naming(path):
-            scores = orient(path, 1, axes=self.config.axes, usual=SCORE_KEYS, key=self.config.key)
+            scores = oriented.orient(path, 1, axes=self.config.axes, usual=oriented.SCORE_KEYS, key=self.config.key)
             file = scores.file
             if (format := format_of(path)) and not format.scores:
                 expected = f"one of {', '.join(SCORE_FORMATS)}"
@@ -65,7 +65,7 @@ class DiskCase:
                 problem = f"declared as logits, but the array is named '{file.key}'"
                 fix = "put probabilities into probs/ or declare kind = 'probs'"
                 raise DataError(problem, expected="one kind", fix=fix)
-            if check_scores(file, sums_to_one=self.kind == "probs" and not self.multilabel):
+            if oriented.check_scores(file, sums_to_one=self.kind == "probs" and not self.multilabel):
                 self._partial.add(path)
         # A 2D case of nnU-Net is (C, 1, H, W), a NIfTI vector image (C, 1, z, y, x): axis 1 is not a spatial axis.
         if self._label is not None:
@@ -214,7 +214,7 @@ class DiskCase:
                 return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first)
             scores = torch.from_numpy(member.read(here, self._channels))[None]
             if member.file.path in self._partial:
-                check_sums(scores, member.file)
+                oriented.check_sums(scores, member.file)
             logits = canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
             # Float32 scores still share the memory of the mapped file and must not outlive it.
             shared = logits.data_ptr() == scores.data_ptr()
@@ -244,7 +244,7 @@ class DiskCase:
         """Valid voxels of some rows: the user's mask, without nnU-Net's padded exterior."""
         masks = []
         if self.files.mask is not None:
-            masks.append(self._extra(self.files.mask, MASK_KEYS, rows, leading=0) != 0)
+            masks.append(self._extra(self.files.mask, oriented.MASK_KEYS, rows, leading=0) != 0)
         if (outside := self.exterior(rows)) is not None:
             masks.append(~outside)
         if not masks:
@@ -274,7 +274,7 @@ class DiskCase:
         if not self.files.images:
             return None
         with self._naming():
-            arrays = [self._extra(path, IMAGE_KEYS, rows) for path in self.files.images]
+            arrays = [self._extra(path, oriented.IMAGE_KEYS, rows) for path in self.files.images]
             channels = [array if array.ndim > len(self.spatial) else array[None] for array in arrays]
             return torch.from_numpy(np.ascontiguousarray(np.concatenate(channels), dtype=np.float32))[None]
 
@@ -303,8 +303,8 @@ class DiskCase:
 
     def _open_extra(self, path: Path, usual: tuple[str, ...]) -> Oriented:
         with self._naming(path):
-            array = orient(path, 0, axes=self.config.axes, usual=usual)
-            check_values(array.file)
+            array = oriented.orient(path, 0, axes=self.config.axes, usual=usual)
+            oriented.check_values(array.file)
             return array
 
     @contextmanager

@@ -14,8 +14,8 @@ from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet, numbered_cha
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_config
 from segcal.cases.disk import DiskCase
 from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, unreadable_name
-from segcal.cases.missing import missing_notes
 from segcal.cases.nnunet import find_nnunet
+from segcal.cases.oriented import missing_notes
 from segcal.cases.splits import by_group, check_splits
 from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.types import Case

@@ -18,9 +18,8 @@ from segcal.cases.caseset import numbered_channels
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found
-from segcal.cases.missing import missing_notes
 from segcal.cases.open import find_cases, missing_labels, wrong_names
-from segcal.cases.oriented import SCORE_KEYS
+from segcal.cases.oriented import SCORE_KEYS, missing_notes
 from segcal.cases.splits import in_no_part
 from segcal.errors import DataError, SegcalError
 from segcal.files.plain import plain

@@ -14,8 +14,7 @@ from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
 from segcal.cases.disk import check_labels
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases
-from segcal.cases.missing import check_values
-from segcal.cases.oriented import Oriented, orient
+from segcal.cases.oriented import Oriented, check_values, orient
 from segcal.cases.splits import by_group, check_splits, draw_parts, part_sizes
 from segcal.errors import ConfigError, DataError, naming
 from segcal.training.config import PARTS, TrainingConfig
