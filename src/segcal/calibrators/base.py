@@ -21,7 +21,7 @@ from segcal.calibrators.module import CalibratorModule, become
 from segcal.calibrators.per_channel import channel_pieces, for_each_channel, report_of_channels, split_channels
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
-from segcal.cases.tensor_cases import tensors_as_cases
+from segcal.cases.caseset import tensors_as_cases
 from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain

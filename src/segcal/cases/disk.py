@@ -95,21 +95,19 @@ class DiskCase:
             # Multi-label truth has a channel axis, unless regions define the channels from an integer map.
             leading = int(self.multilabel and not self.config.regions and len(self._label.shape) == len(first.shape))
             self._labels = replace(self._label, leading=leading)
-            if self._labels.shape[leading:] != self.spatial:
-                raise self._mismatch(self._labels.shape[leading:], first)
-            if leading and self._labels.shape[0] != channels:
-                raise DataError(
-                    f"labels of {self._labels.shape[0]} channels",
-                    where=str(self.files.label),
-                    expected=f"{channels}, one per score channel",
-                )
+            shape = self._labels.shape
+            with self._naming(self.files.label):
+                if shape[leading:] != self.spatial:
+                    raise self._mismatch(shape[leading:])
+                if leading and shape[0] != channels:
+                    raise DataError(f"labels of {shape[0]} channels", expected=f"{channels}, one per score channel")
         if self.config.classes is not None and channels != self.config.classes:
             problem = f"{channels} channels (shape {first.shape})"
             raise DataError(problem, expected=f"{self.config.classes} classes, first axis")
         self.sliceable = all(member.file.sliceable for member in self.members)
 
-    def _mismatch(self, label: tuple[int, ...], scores: Oriented) -> DataError:
-        shape = scores.shape
+    def _mismatch(self, label: tuple[int, ...]) -> DataError:
+        shape = self.members[0].shape
         fix = "predict at the resolution of the labels, or resample before saving"
         problem = f"labels have shape {label}, scores {shape}"
         if label == self.spatial[::-1] and len(label) == 3:
@@ -122,7 +120,7 @@ class DiskCase:
         elif len(label) == 3 and label[1:] == self.spatial and label[0] in (3, 4):
             problem = f"labels have {label[0]} colour channels"
             fix = "save class indices (one channel), not colours"
-        return DataError(problem, where=str(self.files.label), expected=f"labels of shape {self.spatial}", fix=fix)
+        return DataError(problem, expected=f"labels of shape {self.spatial}", fix=fix)
 
     def _spacing(self) -> tuple[float, ...] | None:
         """The voxel size, declared or from a header. Raises if the geometries of the files differ."""
@@ -176,7 +174,7 @@ class DiskCase:
                 for member in self.members:
                     for part, running in zip(together, pools, strict=True):
                         running.add(self._read(member, rows, part))
-                    self._forget(member)
+                    member.file.forget()
                 for part, running in zip(together, pools, strict=True):
                     pooled[:, :, part] = running.result()
             return pooled
@@ -184,7 +182,7 @@ class DiskCase:
     def member(self, index: int, rows: slice) -> Tensor:
         """Canonical logits of one member in some rows."""
         for other in self.members[:index] + self.members[index + 1 :]:
-            self._forget(other)
+            other.file.forget()
         return self._read(self.members[index], rows, slice(0, rows.stop - rows.start))
 
     def pooled(self, members: Sequence[int], space: Kind) -> DiskCase:
@@ -219,11 +217,6 @@ class DiskCase:
             # Float32 scores still share the memory of the mapped file and must not outlive it.
             shared = logits.data_ptr() == scores.data_ptr()
             return logits.clone(memory_format=torch.contiguous_format) if shared else logits
-
-    def _forget(self, member: Oriented) -> None:
-        """Free a decoded file. An only member is kept, for the mask or the next rows."""
-        if len(self.members) > 1:
-            member.file.forget()
 
     def labels(self, rows: slice) -> Tensor:
         """Labels of some rows, in range or ignored."""
@@ -266,7 +259,8 @@ class DiskCase:
                 scores = member.read(rows)
                 # Softmax padding is (1, 0, ..., 0); sigmoid channels have no background channel and are all 0.
                 background[rows] &= (scores[0] == (0 if self.multilabel else 1)) & (scores[1:] == 0).all(0)
-            self._forget(member)
+            if len(self.members) > 1:  # An only member is kept: its scores are read next.
+                member.file.forget()
         return connected_to_border(background)
 
     def image(self, rows: slice) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from segcal.errors import InputError
 from segcal.losses import CRaC
-from segcal.losses.callbacks import hook_nnunet
+from segcal.losses.callbacks import full_resolution, hook_nnunet
 
 
 class CRaCMixin:
@@ -72,10 +72,6 @@ class _WithPenalty(nn.Module):
         self.own, self.penalty = own, penalty
 
     def forward(self, outputs: Any, targets: Any) -> Tensor:
-        total: Tensor = self.own(outputs, targets) + self.penalty(_full(outputs), _full(targets).long())
+        logits, labels = full_resolution(outputs, targets)
+        total: Tensor = self.own(outputs, targets) + self.penalty(logits, labels.long())
         return total
-
-
-def _full(outputs: Any) -> Tensor:
-    full: Tensor = outputs[0] if isinstance(outputs, list | tuple) else outputs
-    return full

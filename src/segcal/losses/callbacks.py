@@ -49,7 +49,7 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
 
     def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
-            loss.observe(*(part[0] if isinstance(part, list | tuple) else part for part in arguments))
+            loss.observe(*full_resolution(*arguments))
 
     def beside(checkpoint: Any) -> Path:
         return Path(f"{checkpoint}.crac")
@@ -76,6 +76,11 @@ def hook_nnunet(trainer: Any, loss: CRaC) -> None:
     trainer.on_validation_epoch_end = _then(trainer.on_validation_epoch_end, lambda _: loss.update())
     trainer.save_checkpoint = _then(trainer.save_checkpoint, save)
     trainer.load_checkpoint = _then(trainer.load_checkpoint, load)
+
+
+def full_resolution(*outputs: Any) -> tuple[Tensor, ...]:
+    """Of deeply supervised outputs or targets, those of the full resolution, which come first."""
+    return tuple(part[0] if isinstance(part, list | tuple) else part for part in outputs)
 
 
 def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], None]:
