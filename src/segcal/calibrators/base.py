@@ -180,9 +180,7 @@ class Calibrator(CalibratorModule, ABC):
 
     def check_size(self, num_classes: int) -> None:
         """Raise if a fit to this many classes needs more memory than there is."""
-        cost = self.cost(num_classes)
-        if cost is not None:
-            check_cost(self.id, num_classes, cost, CALIBRATORS)
+        check_cost(self.id, num_classes, self.cost(num_classes), CALIBRATORS)
 
     @classmethod
     def parameter_count(cls, num_classes: int) -> ParameterCount | None:

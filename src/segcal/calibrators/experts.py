@@ -74,8 +74,7 @@ class ExpertCalibrator(Calibrator):
         if not (learning_rate > 0 and patience > 0):
             problem = f"learning_rate is {learning_rate} and patience is {patience}"
             raise InputError(problem, expected="more than zero")
-        self.off_diagonal, self.bias_penalty = float(off_diagonal), float(bias_penalty)
-        self.shrinkage = float(shrinkage)
+        self.off_diagonal, self.bias_penalty, self.shrinkage = map(float, (off_diagonal, bias_penalty, shrinkage))
         self.solver, self.learning_rate, self.patience = solver, learning_rate, patience
         self.register_buffer("weight", torch.zeros(0, 0, 0, dtype=torch.float64))
         self.register_buffer("bias", torch.zeros(0, 0, dtype=torch.float64))

@@ -185,9 +185,10 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
     def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, their logits and their temperatures ``(N, 1, rows, ...)``."""
         (batch, _, *spatial), axes = shape, self.network.kernel_axes
+        columns = [(0, length) for length in spatial[1:]]
         local_network.check_space(tuple(spatial), axes)
         for rows in row_slices(shape, TILE_VALUES):
-            window = local_network.Window.of_rows(rows, tuple(spatial), axes)
+            window = local_network.Window(((rows.start, rows.stop), *columns), tuple(spatial), axes)
             source, image = read(window.source)
             exact, padded_image = at_least_float32(source), None
             if self.image_channels:

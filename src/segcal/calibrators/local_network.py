@@ -176,14 +176,8 @@ class Window(NamedTuple):
     size: tuple[int, ...]
     axes: int  # axes of the kernel; one in the plane treats the slices of a volume separately
 
-    @classmethod
-    def of_rows(cls, rows: slice, size: tuple[int, ...], axes: int) -> Window:
-        """A box of whole rows."""
-        return cls(((rows.start, rows.stop), *((0, length) for length in size[1:])), size, axes)
-
     def _places(self) -> list[list[int]]:
-        flat = len(self.size) - self.axes
-        halos = [0] * flat + [HALO] * self.axes
+        halos = [0] * (len(self.size) - self.axes) + [HALO] * self.axes
         return [
             mirrored(start - halo, stop + halo, length)
             for (start, stop), halo, length in zip(self.ranges, halos, self.size, strict=True)

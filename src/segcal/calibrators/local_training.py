@@ -227,11 +227,9 @@ class CropSource:
             batch: list[Tensor] = []
             for group in groups:
                 batch.append(group)
-                if sum(map(len, batch)) >= size:
+                if sum(map(len, batch)) >= size or group is groups[-1]:
                     yield part.take(torch.cat(batch))
                     batch = []
-            if batch:
-                yield part.take(torch.cat(batch))
 
     def epoch(self, generator: torch.Generator) -> Iterator[Crops]:
         """At least ``_STEPS`` batches for training; batches without labels are skipped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from segcal.fitting.limits import COUNT, LOWEST, Limits
 from segcal.fitting.measured import HasDetection, detection_counts, mean_loss, missing_kind
 from segcal.fitting.sampling import VoxelSample
 from segcal.scores import keep_argmax
-from segcal.solvers import Training, adam, newton_1d
+from segcal.solvers import Solution, Training, adam, newton_1d
 from segcal.types import Case
 
 __all__ = ["SelectiveScaling"]
@@ -137,12 +137,13 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         notes += samples.notes
         if data.voxels == "all" and len(sample) < sample.total:
             notes.append(f"voxels = 'all' is for the base: the selector is trained on {len(sample):,} voxels")
-        training, choice = None, _Choice(0.0, 1.0, 0.0, converged=True, certificate=0.0)
+        beta, converged, certificate, steps = 1.0, True, 0.0, 0
         if missing := missing_kind(sample.wrong):
             notes.append(f"no {missing} among the calibration voxels: no selector can be trained, T1 = 1")
         else:
             training = self._train(sample, held_out, data.seed)
-            choice = self._choose(held_out)
+            best = self._choose(held_out)
+            beta, converged, certificate, steps = best.value, best.converged, best.certificate, training.iterations
             epochs = len(training.history) - 1
             notes.append(f"selector of epoch {training.best} of {epochs} kept; {self.detection}")
             (kept, false), _ = self.counts.tolist()
@@ -150,9 +151,8 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
                 hint = "" if self.base else ", which base='ts' would find first"
                 share = f"{false / (kept + false):.0%} of the correct predictions for wrong"
                 notes.append(f"the selector takes {share}: T1 is nearly that of ts{hint}")
-        after = self._measure(data, before.nll, choice, notes)
-        steps = 0 if training is None else training.iterations
-        return Fitted(before.nll, after, choice.converged, choice.certificate, steps, samples.voxels, notes)
+        after = self._measure(data, before.nll, beta, notes)
+        return Fitted(before.nll, after, converged, certificate, steps, samples.voxels, notes)
 
     def _train(self, sample: VoxelSample, held_out: VoxelSample, seed: int) -> Training:
         """Train a selector, and store it with batch norm folded into the linear maps."""
@@ -183,21 +183,32 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
                 kept.copy_(new.detach())
         return training
 
-    def _choose(self, held_out: VoxelSample) -> _Choice:
-        """Set T1 and, by the NLL rule, the threshold; returns what the NLL rule would choose."""
-        suspicion = self.suspicion(held_out.logits.log_softmax(1))
-        choice = _least_nll(held_out, suspicion, fixed=None if self.rule == "nll" else 0.0)
-        _, bias = self._layers()[-1]
-        bias[0] += choice.threshold
-        self.counts = detection_counts(held_out.wrong, suspicion > choice.threshold, held_out.weights)
-        paper = self.rule == "paper" and bool(held_out.wrong.any())
-        self.beta.fill_(1 / paper_temperature(self.detection.recall) if paper else choice.beta)
-        return choice
+    def _choose(self, held_out: VoxelSample) -> Solution[float]:
+        """Set T1 and, by the NLL rule, the threshold; returns the 1 / T1 that the NLL rule would choose.
 
-    def _measure(self, data: FitData, before: float, choice: _Choice, notes: list[str]) -> float:
+        T1 is exact, as the NLL is convex in 1 / T1; thresholds are quantiles.
+        """
+        suspicion = self.suspicion(held_out.logits.log_softmax(1))
+        everything, thresholds = SampleNLL.of(held_out), [0.0]
+        if self.rule == "nll":
+            thresholds = suspicion.quantile(torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype)).tolist()
+        tried = []
+        for threshold in thresholds:
+            function = everything.where(suspicion > threshold)
+            solution = newton_1d(function, 1.0, (LOWEST, 1.0))
+            tried.append((function(1.0)[0] - solution.objective, threshold, solution))
+        _, threshold, best = max(tried, key=lambda own: own[0])  # of the largest gain
+        _, bias = self._layers()[-1]
+        bias[0] += threshold
+        self.counts = detection_counts(held_out.wrong, suspicion > threshold, held_out.weights)
+        paper = self.rule == "paper" and bool(held_out.wrong.any())
+        self.beta.fill_(1 / paper_temperature(self.detection.recall) if paper else best.value)
+        return best
+
+    def _measure(self, data: FitData, before: float, best: float, notes: list[str]) -> float:
         """The NLL of the fit data; T1 is replaced if that would be worse than before."""
         after = mean_loss(data.cases, self).nll
-        for beta in (choice.beta, 1.0):
+        for beta in (best, 1.0):
             if after <= before or float(self.beta) == beta:
                 continue
             notes.append(f"T1 = {self.temperature:.4g} is worse than the identity on the fit data: T1 = {1 / beta:.4g}")
@@ -264,27 +275,3 @@ def _folded(network: nn.Sequential) -> Iterator[tuple[Tensor, Tensor]]:
         scale = norm.weight / (variance + norm.eps).sqrt()
         yield scale[:, None] * layer.weight, scale * (layer.bias - mean) + norm.bias
     yield last.weight, last.bias
-
-
-class _Choice(NamedTuple):
-    """A threshold of the suspicion, the best 1 / T1 above it, and by how much this lowers the mean NLL."""
-
-    threshold: float
-    beta: float
-    gain: float
-    converged: bool
-    certificate: float
-
-
-def _least_nll(sample: VoxelSample, suspicion: Tensor, fixed: float | None) -> _Choice:
-    """The choice of least NLL: T1 is exact, as the NLL is convex in 1 / T1; thresholds are quantiles."""
-    everything = SampleNLL.of(sample)
-    shares = torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype)
-    thresholds = [fixed] if fixed is not None else suspicion.quantile(shares).tolist()
-    choices = []
-    for threshold in thresholds:
-        function = everything.where(suspicion > threshold)
-        solution = newton_1d(function, 1.0, (LOWEST, 1.0))
-        gain = function(1.0)[0] - solution.objective
-        choices.append(_Choice(threshold, solution.value, gain, solution.converged, solution.certificate))
-    return max(choices, key=lambda choice: choice.gain)

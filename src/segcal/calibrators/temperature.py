@@ -22,7 +22,7 @@ from segcal.kernels import AffineMap, Voxels, fast_maps
 from segcal.kernels.fitting_passes import TemperatureSums, temperature_sums
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
-from segcal.solvers import Newton, Solution, minimise, newton_1d
+from segcal.solvers import Newton, minimise, newton_1d
 from segcal.types import Case, Chunk, FloatArray
 
 __all__ = ["EnsembleTemperatureScaling", "TemperatureScaling"]
@@ -118,18 +118,18 @@ class TemperatureScaling(HasTemperature, Calibrator):
         known: dict[float, tuple[float, float, float]] = {}
 
         def whole(beta: float) -> tuple[float, float, float]:
-            known[beta] = _pass(cases, beta).by_beta(beta)
+            sums = over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), beta))
+            known[beta] = sum(sums, TemperatureSums()).by_beta(beta)
             return known[beta]
 
-        def minimum(start: float, tolerance: float) -> tuple[Solution[float], float, float]:
-            found = newton_1d(whole, start, (LOWEST, HIGHEST), tolerance=tolerance)
-            return found, *known[found.value][1:]
-
-        solution, slope, curvature = minimum(start, TOLERANCE)
-        if abs(slope) > _SMALL_STEP * solution.value * curvature and not solution.active:
-            solution, slope, curvature = minimum(solution.value, _FLAT_TOLERANCE)
-        beta, after = solution.value, solution.objective
-        if 0 < abs(slope) <= _SMALL_STEP * beta * curvature and not solution.active:
+        beta = start
+        for tolerance in (TOLERANCE, _FLAT_TOLERANCE):
+            solution = newton_1d(whole, beta, (LOWEST, HIGHEST), tolerance=tolerance)
+            beta, after, (_, slope, curvature) = solution.value, solution.objective, known[solution.value]
+            small = abs(slope) <= _SMALL_STEP * beta * curvature
+            if small or solution.active:
+                break
+        if small and slope and not solution.active:
             beta = min(max(beta - slope / curvature, LOWEST), HIGHEST)
             after -= 0.5 * slope**2 / curvature
         if after > nll_before:
@@ -140,11 +140,6 @@ class TemperatureScaling(HasTemperature, Calibrator):
             notes.append(f"1/T = {beta:g} is at its bound: the best map of these data is one-hot or uniform")
         outcome = solution.converged, solution.certificate, solution.evaluations
         return Fitted(nll_before, after, *outcome, voxels, notes)
-
-
-def _pass(cases: CaseSet, beta: float) -> TemperatureSums:
-    """The sums of all voxels."""
-    return sum(over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), beta)), TemperatureSums())
 
 
 def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:

@@ -63,10 +63,10 @@ def curvature_cost(experts: int, outputs: int, columns: int, voxels: int) -> Fit
     return FitCost(memory, seconds, f"the curvature of {experts * parameters:,} parameters")
 
 
-def check_cost(name: str, num_classes: int, cost: FitCost, known: Mapping[str, Callable[[], Costly]]) -> None:
+def check_cost(name: str, num_classes: int, cost: FitCost | None, known: Mapping[str, Callable[[], Costly]]) -> None:
     """Raise if a fit takes more than its share of free memory, and suggest which ``known`` calibrators fit."""
     budget = SHARE * available_memory()
-    if cost.memory <= budget:
+    if cost is None or cost.memory <= budget:
         return
     costs = {other: kind().cost(num_classes) for other, kind in known.items()}
     smaller = [other for other, own in costs.items() if own is None or own.memory <= budget]

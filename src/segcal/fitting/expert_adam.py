@@ -53,8 +53,7 @@ def fit_by_adam(
     if after > before:
         notes.append("worse than the identity on the fit data, so the identity is kept")
         theta, after = form.identity, before
-    found = Fitted(before, after, training.converged, math.nan, training.iterations, samples.voxels, notes)
-    return theta, found
+    return theta, Fitted(before, after, training.converged, math.nan, training.iterations, samples.voxels, notes)
 
 
 def _nll(samples: Sequence[VoxelSample], mapping: ExpertMap | None = None) -> float:
