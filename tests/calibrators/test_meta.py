@@ -10,6 +10,7 @@ from segcal.errors import InputError
 from segcal.fitting.first_pass import SampleNLL
 from segcal.fitting.measured import Detection, detection_counts
 from segcal.fitting.sampling import VoxelSampler
+from segcal.kernels import Voxels
 from segcal.synthetic import Temperature, scenes
 
 CASES = scenes(3, size=(32, 40), plant=[Temperature(4.0)], ignored=0.05)
@@ -88,7 +89,7 @@ def test_detection_of_nothing_is_undefined():
 def test_the_derivatives_of_the_nll():
     z = torch.randn((1, 3, 40), generator=torch.Generator().manual_seed(0))
     sampler = VoxelSampler(3, 100)
-    sampler.add(z, torch.randint(0, 3, (1, 40), generator=torch.Generator().manual_seed(1)), torch.ones(1, 40).bool())
+    sampler.add(Voxels(z, torch.randint(0, 3, (1, 40), generator=torch.Generator().manual_seed(1))))
     function = SampleNLL.of(sampler.sample())
     step = 1e-5
     lower, (_, slope, curvature), upper = (function(0.7 + shift) for shift in (-step, 0.0, step))

@@ -10,6 +10,7 @@ from segcal.cases.caseset import tensors_as_cases
 from segcal.fitting.first_pass import held_out_samples, hold_out
 from segcal.fitting.measured import Detection, compared
 from segcal.fitting.sampling import VoxelSampler
+from segcal.kernels import Voxels
 from segcal.synthetic import ConfidentlyWrong, Temperature, scenes
 
 QUICK = {name: {"epochs": 1} for name in ("lts", "lts-ti", "ibts")}
@@ -134,7 +135,7 @@ def test_what_is_undefined_is_left_out():
 def test_a_standard_error_of_zero_is_not_reported():
     sampler = VoxelSampler(3, 50)
     z = torch.randn((1, 3, 400), generator=torch.Generator().manual_seed(0))
-    sampler.add(z, z.argmax(1), torch.ones((1, 400), dtype=torch.bool))
+    sampler.add(Voxels(z, z.argmax(1)))
     sample = sampler.sample()
     assert sample.note(np.zeros(50)) == "a stratified sample of 50 of 400 voxels; voxels='all' is exact"
     assert "standard error of" in sample.note(np.arange(50.0))

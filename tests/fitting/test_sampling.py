@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from segcal.errors import InputError
 from segcal.fitting import sampling
 from segcal.fitting.sampling import VoxelSampler
+from segcal.kernels import Voxels
 from segcal.synthetic import Temperature, scenes
 
 
@@ -21,7 +22,7 @@ def scene(size=(96, 128), classes=4, seed=0):
 
 def draw(z, y, voxels, valid=None, seed=0):
     sampler = VoxelSampler(z.shape[1], voxels, seed)
-    sampler.add(z, y, torch.ones_like(y, dtype=torch.bool) if valid is None else valid)
+    sampler.add(Voxels(z, y, mask=valid))
     return sampler.sample()
 
 
@@ -115,7 +116,7 @@ def test_chunks_do_not_matter(voxels):
         sampler = VoxelSampler(4, voxels)
         for first in range(0, z.shape[2], rows):
             part = slice(first, first + rows)
-            sampler.add(z[:, :, part], y[:, part], valid[:, part])
+            sampler.add(Voxels(z[:, :, part], y[:, part], mask=valid[:, part]))
         assert_same(sampler.sample(), whole)
 
 
@@ -130,7 +131,7 @@ def test_a_shift_in_the_data_leaves_the_sample_without_bias():
         sampler = VoxelSampler(4, 300, seed)
         for first in range(0, len(labels), 500):
             part = slice(first, first + 500)
-            sampler.add(flat[part], labels[part], torch.ones_like(labels[part], dtype=torch.bool))
+            sampler.add(Voxels(flat[part], labels[part]))
         sample = sampler.sample()
         assert len(sample) == 300
         assert sample.weights.sum() == pytest.approx(sample.total)
@@ -221,7 +222,7 @@ def test_nothing_to_draw_from_is_an_error():
     sampler = VoxelSampler(3, 10)
     with pytest.raises(InputError, match="no valid voxel"):
         sampler.sample()
-    sampler.add(torch.zeros(5, 3), torch.zeros(5), torch.zeros(5, dtype=torch.bool))
+    sampler.add(Voxels(torch.zeros(5, 3), torch.zeros(5), mask=torch.zeros(5, dtype=torch.bool)))
     with pytest.raises(InputError, match="no valid voxel"):
         sampler.sample()
 

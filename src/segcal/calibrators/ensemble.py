@@ -98,10 +98,7 @@ class Ensemble(ComposedCalibrator):
         return super()._log_probs(pooled, image).to(logits[0].dtype)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        if self.base is None:
-            return logits - logits.amax(1, keepdim=True)
-        scores: Tensor = self.base(logits)
-        return scores
+        return logits - logits.amax(1, keepdim=True) if self.base is None else self.base(logits)
 
     @torch.no_grad()
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:

@@ -20,7 +20,7 @@ from segcal.kernels import Voxels
 from segcal.kernels.fitting_passes import FineHistogram, logit_centres, logit_edges
 from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
-from segcal.types import Case, Chunk, FloatArray
+from segcal.types import FloatArray
 
 __all__ = ["HistogramBinning", "IsotonicRegression"]
 
@@ -35,11 +35,7 @@ _MEMORY_SPEED = 1e9
 def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
     """One pass over all valid voxels, which also checks the data. Memory does not depend on their number."""
     histogram = FineHistogram(cases.num_classes, classwise=classwise)
-
-    def add(case: Case, chunk: Chunk) -> None:
-        histogram.add(Voxels.of(chunk))
-
-    for _ in over_chunks(cases, add):
+    for _ in over_chunks(cases, lambda _, chunk: histogram.add(Voxels.of(chunk))):
         pass
     check_voxels(histogram.voxels)
     return histogram
@@ -204,8 +200,7 @@ class HistogramBinning(_HistogramCalibrator):
 
     def allocate(self, num_classes: int) -> None:
         """Edges and values for every class."""
-        self.edges = self.edges.new_zeros(num_classes, self.num_bins - 1)
-        self.values = self.values.new_ones(num_classes, self.num_bins)
+        self.edges, self.values = (own.new_zeros(num_classes, own.shape[1]) for own in (self.edges, self.values))
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of edges, values and the mark of the identity."""

@@ -100,7 +100,7 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
 
     def suspicion(self, log_probs: Tensor) -> Tensor:
         """Positive where the selector says that the prediction is wrong: ``(N, C, *spatial)`` to ``(N, *spatial)``."""
-        hidden = _selector_input(log_probs).movedim(1, -1)
+        hidden = log_probs.clamp(min=_LOWEST_INPUT).movedim(1, -1)
         *first, last = self._layers()
         for weight, bias in first:
             hidden = nn.functional.linear(hidden, weight.to(hidden), bias.to(hidden)).relu()
@@ -233,7 +233,7 @@ def _selection_loss(network: nn.Module, sample: VoxelSample) -> Callable[[Tensor
     wrong, weights = sample.wrong.long(), torch.from_numpy(sample.weights)
     totals = torch.zeros(2, dtype=weights.dtype).index_add_(0, wrong, weights)
     balanced = (weights / totals[wrong] * len(sample) / 2).float()
-    inputs = _selector_input(sample.logits.log_softmax(1)).float()
+    inputs = sample.logits.log_softmax(1).clamp(min=_LOWEST_INPUT).float()
 
     def loss(index: Tensor | slice) -> Tensor:
         losses = nn.functional.cross_entropy(network(inputs[index]), wrong[index], reduction="none")
@@ -252,10 +252,6 @@ def _selector_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
     for index, (inputs, outputs) in enumerate(_sizes(num_classes)):
         shapes |= {f"weight{index}": (outputs, inputs), f"bias{index}": (outputs,)}
     return shapes
-
-
-def _selector_input(log_probs: Tensor) -> Tensor:
-    return log_probs.clamp(min=_LOWEST_INPUT)
 
 
 def _network(num_classes: int) -> nn.Sequential:

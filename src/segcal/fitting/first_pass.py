@@ -15,10 +15,11 @@ from segcal.cases.calibrated import AnyCalibrator
 from segcal.fitting.data import FitData, over_chunks
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import VoxelSample, VoxelSampler
-from segcal.kernels.fitting_passes import Survey, slope_and_variance
+from segcal.kernels import Voxels
+from segcal.kernels.fitting_passes import slope_and_variance
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
 from segcal.solvers import newton_1d
-from segcal.types import Case, Chunk
+from segcal.types import Chunk
 
 # Voxels of the sample that the temperature is fitted to.
 _TEMPERATURE_VOXELS = 50_000
@@ -49,11 +50,7 @@ class FirstPass:
         """Read all cases once, mapped by the base if there is one; raises where scores or labels are invalid."""
         sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
         true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
-
-        def draw(_: Case, chunk: Chunk) -> Survey:
-            return sampler.add(chunk.logits, chunk.labels, chunk.mask, chunk.ignore_index)
-
-        for seen in over_chunks(cases, draw, base):
+        for seen in over_chunks(cases, lambda _, chunk: sampler.add(Voxels.of(chunk)), base):
             true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
         sample = sampler.sample()
         if impossible:

@@ -107,7 +107,7 @@ class VoxelSampler:
     Examples:
         >>> sampler = VoxelSampler(num_classes=3, voxels=100)
         >>> z = torch.randn(1, 3, 50, 60, generator=torch.Generator().manual_seed(0))
-        >>> _ = sampler.add(z, z.argmax(1))
+        >>> _ = sampler.add(Voxels(z, z.argmax(1)))
         >>> sample = sampler.sample()
         >>> len(sample), sample.total, round(sample.weights.sum())
         (100, 3000, 3000)
@@ -121,13 +121,10 @@ class VoxelSampler:
         self._parts: list[VoxelSample] = []
         self._held = self._seen = 0
 
-    def add(
-        self, logits: Tensor, labels: Tensor, mask: Tensor | None = None, ignore_index: int | None = None
-    ) -> Survey:
-        """Draw from ``logits (N, C, *spatial)`` and ``labels``; raises where a valid voxel has invalid scores."""
-        seen = survey(Voxels(logits, labels, ignore_index=ignore_index, mask=mask), CONFIDENCES)
-        strata = seen.strata
-        logits, flat_labels = logits.detach(), labels.reshape(-1)
+    def add(self, voxels: Voxels) -> Survey:
+        """Draw from these voxels; raises where a valid one has invalid scores."""
+        seen = survey(voxels, CONFIDENCES)
+        strata, logits, flat_labels = seen.strata, voxels.logits.detach(), voxels.labels.reshape(-1)
         first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
         kept, keys = _choose(strata, first, self._highest, self._sizes)
         self._seen += len(strata)
