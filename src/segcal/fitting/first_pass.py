@@ -138,9 +138,9 @@ class Samples(NamedTuple):
 
 
 def hold_out(data: FitData) -> tuple[FitData, list[str]]:
-    """With the given validation cases, or a seeded fifth of the cases where there are several; and notes for the user.
+    """The data with validation cases, the given ones or a seeded fifth of the cases, and notes for the user.
 
-    Both parts have valid voxels. Groups stay together, unless there is only one.
+    Both parts have valid voxels; of a single case nothing is held out. Groups stay together, unless there is only one.
     """
     cases = data.cases
     if data.validation is not None or len(cases) < 2:
