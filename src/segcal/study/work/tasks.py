@@ -222,14 +222,15 @@ class Group(NamedTuple):
 
         ``progress`` is called with the name of each case before it is read.
         """
-
         stopped = False
 
         def callback(case: str) -> None:
             nonlocal stopped
-            stopped = True  # stays if the caller raises to stop the study; then no method has failed
-            progress(case)
-            stopped = False
+            try:
+                progress(case)
+            except BaseException:  # The caller wants to stop: no method has failed.
+                stopped = True
+                raise
 
         def measure(some: Mapping[str, Calibrator | None]) -> None:
             started = time.perf_counter()
