@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segcal.cases import oriented
 from segcal.cases.config import SPACING_RANGE, DatasetConfig, is_spacing
-from segcal.cases.formats import SCORE_FORMATS, Array, format_of, open_array, split_suffix
+from segcal.cases.formats import SCORE_FORMATS, Array, format_of, open_array
 from segcal.cases.layout import CaseFiles
 from segcal.cases.nnunet import connected_to_border
 from segcal.cases.oriented import Oriented
@@ -320,10 +320,8 @@ class DiskCase:
 
     @property
     def suffix(self) -> str:
-        """The format of the scores."""
-        parts = split_suffix(self.files.members[0].name)
-        assert parts is not None
-        return parts[1]
+        """How the names of the score files end."""
+        return self.files.members[0].name.removeprefix(self.id)
 
 
 def check_labels(labels: Array, count: int, ignore_index: int, first_row: int = 0, row_axis: int = 0) -> Array:

@@ -109,9 +109,8 @@ def _with_description(base: Path, members: list[Path], config: DatasetConfig) ->
         regions = {name: value for name, value in labels.items() if value != (0,)}
         overlapping = any(len(value) > 1 for value in regions.values())
         names = sorted(labels, key=lambda name: (labels[name], name))
-        described = parse_config(
-            {"ignore_index": ignore, "regions": regions if overlapping else None, "class_names": names}
-        )
+        own = {"regions": regions} if overlapping else {"class_names": names}
+        described = parse_config({"ignore_index": ignore, **own})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot be read ({error})", where=str(path), expected="nnU-Net's dataset.json") from None
     if config.ignore_index is None:

@@ -40,23 +40,14 @@ class OutputFolder(OwnFolder):
         cases: The input. The folder must be apart from theirs, and their names must be valid file names.
         holds: What the folder holds, in a few words.
         settings: What determines the outputs besides the input files. Files made with other settings are made again.
-        resume: Keep finished files that still read back as they were written.
-        shared: The folder may hold other files, which are left alone.
+        **options: ``resume``, which keeps finished files that still read back as they were written, and ``shared``;
+            see ``OwnFolder``.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        cases: CaseSet,
-        holds: str,
-        *,
-        settings: dict[str, Any],
-        resume: bool = False,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, cases: CaseSet, holds: str, *, settings: dict[str, Any], **options: bool) -> None:
         for name in cases.ids:
             file_name(name)
-        super().__init__(folder, holds, inputs=cases.folders, resume=resume, shared=shared)
+        super().__init__(folder, holds, inputs=cases.folders, **options)
         self.multilabel = cases.channel_names is not None
         self._settings = json.dumps([SEGCAL, settings], sort_keys=True)
         self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}

@@ -54,7 +54,9 @@ class OwnFolder:
             header, *self.records = self._read() or [{}]
             self._own = header.get("holds") == holds
             if folder.is_dir() and any(folder.iterdir()) and not self._own and (header or not shared):
-                raise self._foreign(header.get("holds"), resume)
+                problem = f"holds {header['holds']} already" if "holds" in header else "is not empty"
+                problem += f", not {holds} that could be resumed" if resume else ""
+                raise OutputError(problem, where=str(folder), expected="a new folder", fix="choose another folder")
             if self._own and not resume and not shared:
                 raise OutputError(
                     "is not empty", where=str(folder), fix="choose another folder, or --resume to continue"
@@ -76,12 +78,6 @@ class OwnFolder:
             with suppress(ValueError):  # The line was cut off when the program was killed.
                 records.append(json.loads(line))
         return [record for record in records if isinstance(record, dict)]
-
-    def _foreign(self, holds: str | None, resume: bool) -> OutputError:
-        problem = f"holds {holds} already" if holds else "is not empty"
-        if resume:
-            problem += f", not {self._holds} that could be resumed"
-        return OutputError(problem, where=str(self.folder), expected="a new folder", fix="choose another folder")
 
     def check_own(self, relative: str) -> None:
         """Raise if a subfolder holds something that no earlier run wrote."""
