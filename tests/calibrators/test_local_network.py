@@ -135,10 +135,11 @@ def test_tiles_of_float32_differ_in_the_last_bits_only(cls, size, monkeypatch):
 
 
 def test_a_window_reads_no_more_rows_than_its_halo():
-    assert Window.of_rows(slice(20, 25), (100, 30), 2).source == slice(16, 29)
-    assert Window.of_rows(slice(0, 2), (100, 30), 2).source == slice(0, 6)
-    assert Window.of_rows(slice(3, 5), (9, 30, 30), 2).source == slice(3, 5)
-    assert Window.of_rows(slice(3, 5), (9, 30, 30), 3).source == slice(0, 9)
+    image, volume = (100, 30), (9, 30, 30)
+    assert Window(((20, 25), (0, 30)), image, 2).source == slice(16, 29)
+    assert Window(((0, 2), (0, 30)), image, 2).source == slice(0, 6)
+    assert Window(((3, 5), (0, 30), (0, 30)), volume, 2).source == slice(3, 5)
+    assert Window(((3, 5), (0, 30), (0, 30)), volume, 3).source == slice(0, 9)
 
 
 # -- files and errors --------------------------------------------------------------------------------------------------

@@ -200,7 +200,8 @@ class HistogramBinning(_HistogramCalibrator):
 
     def allocate(self, num_classes: int) -> None:
         """Edges and values for every class."""
-        self.edges, self.values = (own.new_zeros(num_classes, own.shape[1]) for own in (self.edges, self.values))
+        self.edges = self.edges.new_zeros(num_classes, self.num_bins - 1)
+        self.values = self.values.new_ones(num_classes, self.num_bins)
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """The shapes of edges, values and the mark of the identity."""
