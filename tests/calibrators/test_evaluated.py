@@ -29,11 +29,11 @@ def folder(cases, tmp_path_factory):
     return root
 
 
-def assert_same(one, other, tolerance):
+def assert_same(one, other, tolerance, *, steps=0.0):
     assert [row[:3] for row in one.rows] == [row[:3] for row in other.rows]
     for left, right in zip(one.rows, other.rows, strict=True):
         # A voxel that rounding moves over the edge of a bin with few others changes that bin's gap.
-        near = 0.05 if left.metric in ("mce", "ace") else tolerance
+        near = 0.05 if left.metric in ("mce", "ace") else max(tolerance, steps)
         assert left.value == pytest.approx(right.value, rel=tolerance, abs=near, nan_ok=True), left
         assert math.isfinite(left.value) or left.value == right.value or left.count == 0
 
@@ -45,7 +45,8 @@ def test_evaluating_through_a_calibrator_is_evaluating_what_it_writes(fitted, fo
     written = segcal.open_cases(tmp_path, labels=str(folder / kind / "labels"))
     through = segcal.evaluate(cases, fitted, metrics=MEASURED, regions=REGIONS)
     applied = segcal.evaluate(written, metrics=MEASURED, regions=REGIONS)
-    assert_same(through, applied, 1e-3)
+    # The confidences of trust take few values, and one of them can be rounded over the edge of a bin.
+    assert_same(through, applied, 1e-3, steps=0.01 if fitted.id == "trust" else 0.0)
     assert all(abs(row.value) < 1e-5 for row in through.rows if row.metric == "free-energy-std")
 
 

@@ -134,6 +134,11 @@ OUTSIDE = [
     ("isotonic", "values", 0.0, "rise along the last axis"),
     ("histogram", "values", -0.5, "0 to 1"),
     ("histogram", "edges", 1.0, "-inf to 0"),
+    ("trust", "share", 1.5, "0 to 1"),
+    ("trust", "first", -60.0, "rise along the last axis"),
+    ("trust", "temperature", 0.0, "0.001 to 10"),
+    ("trust", "losers", 1e4, "-20 to 20"),
+    ("trust", "network.scale", 0.0, "0.0005 to inf"),
     ("ensemble", "members", -1.0, "0 to inf"),
 ]
 

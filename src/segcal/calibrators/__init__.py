@@ -16,5 +16,6 @@ from segcal.calibrators.selective import *
 from segcal.calibrators.meta import *
 from segcal.calibrators.nonparametric import *
 from segcal.calibrators.ensemble import *
+from segcal.calibrators.trust import *
 
 CALIBRATORS.update(registered())

@@ -54,8 +54,8 @@ def compare_command(
     metrics: Metrics = _METRICS,
     regions: Regions = "everything,boundary",
     preserve: Annotated[
-        Preserve, Option(help="What a recommended method keeps. With order and argmax, labels never change.")
-    ] = "order",
+        Preserve, Option(help="What a recommended method keeps: the label, the order of all classes, or nothing.")
+    ] = "argmax",
     translation_invariant: Annotated[
         bool, Option("--translation-invariant", help="Recommend only methods that ignore offsets of the logits.")
     ] = False,

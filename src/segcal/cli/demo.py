@@ -30,7 +30,7 @@ from segcal.study import compare
 _IMAGES = 32
 _REPEATS = 2
 # One of every kind: global, class-conditional and local temperatures, maps that change labels, selectors, curves.
-_METHODS = ("ts", "ets", "dc", "cms-ap", "cms-op", "lts-ti", "selective", "meta-cal", "isotonic", "histogram")
+_METHODS = ("trust", "ts", "ets", "dc", "cms-ap", "cms-op", "lts-ti", "selective", "meta-cal", "isotonic", "histogram")
 _METRICS = ("nll", "ece", "ba-ece", "dsc")
 # Subfolders of the output folder.
 _SCENES, _REPORT = "scenes", "report"

@@ -4,7 +4,7 @@
 check that they agree to 1e-6 relative on every statistic.
 """
 
-from segcal.kernels.dispatch import BACKENDS, Backend, fast_maps, fast_penalties, tally
+from segcal.kernels.dispatch import BACKENDS, Backend, fast_maps, fast_penalties, recording, tally
 from segcal.kernels.experts import ExpertMap, Features
 from segcal.kernels.grid import FINE_BINS, BinGrid
 from segcal.kernels.tally import Tally
@@ -12,5 +12,5 @@ from segcal.kernels.voxels import AffineMap, Voxels
 
 __all__ = [
     "BACKENDS", "FINE_BINS", "AffineMap", "Backend", "BinGrid", "ExpertMap", "Features", "Tally", "Voxels", "fast_maps",
-    "fast_penalties", "tally",
+    "fast_penalties", "recording", "tally",
 ]  # fmt: skip

@@ -46,20 +46,24 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
     return kernel(voxels, threads or torch.get_num_threads()), voxels.energy_shift
 
 
-def fast_maps(logits: Tensor) -> ModuleType | None:
-    """``segcal.kernels.apply_cpu`` if it suits these logits: many, on the CPU, and no gradient is needed."""
-    recorded = _recording() or (logits.requires_grad and torch.is_grad_enabled())
-    return None if recorded or not _suits_numba(logits) or logits.numel() < _LARGE else _compiled("apply_cpu")
+def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
+    """``segcal.kernels.apply_cpu`` if it suits these logits: many, on the CPU, and no gradient is needed.
+
+    ``size`` is the number of values of the whole that they are part of.
+    """
+    size = logits.numel() if size is None else size
+    recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
+    return None if recorded or not _suits_numba(logits) or size < _LARGE else _compiled("apply_cpu")
 
 
 def fast_penalties(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.penalty_cpu`` if it suits these logits: many, float32, contiguous, on the CPU."""
     suits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
     small = logits.numel() < _LARGE or logits.shape[1] > _BYTE_CLASSES
-    return None if _recording() or small or not suits else _compiled("penalty_cpu")
+    return None if recording() or small or not suits else _compiled("penalty_cpu")
 
 
-def _recording() -> bool:
+def recording() -> bool:
     """Whether torch is recording operations to compile, export or trace them: it would miss compiled loops."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 

@@ -44,7 +44,8 @@ class Settings:
         select: The metric that tuning minimises.
         metrics: Ids of ``segcal.METRICS``, with options if needed, such as ``"ece[num_bins=50]"``.
         regions: Ids of ``segcal.REGIONS``.
-        preserve: What a recommended method must keep: the ``"order"`` of the classes, their ``"argmax"``, ``"none"``.
+        preserve: What a recommended method must keep: the label (``"argmax"``), the ``"order"`` of all classes, or
+            ``"none"``.
         translation_invariant: Recommend only methods that ignore offsets of the logits.
         robust: Recommend only methods that lose neither to ``ts`` nor to uncalibrated scores on the shifted cases.
         pooling: For ensembles: compare a ``"single"`` member, the mean of ``"probs"``, the mean of ``"logits"``.
@@ -59,7 +60,7 @@ class Settings:
     select: Select = "nll"
     metrics: Sequence[str] = STUDY_METRICS
     regions: Sequence[str] = (EVERYTHING, "boundary")
-    preserve: Preserve = "order"
+    preserve: Preserve = "argmax"
     translation_invariant: bool = False
     robust: bool = False
     pooling: Sequence[Pooling] = ()

@@ -73,7 +73,8 @@ def headline(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
     network = _sentence(mixed if verdict == "mixed" else _NETWORK[verdict])
     if choice.method == UNCALIBRATED:
         return [network, _sentence(f"Leave the scores uncalibrated: {nothing_better(choice)}.")]
-    return [network, _by_nll(choice, evidence), _by_ece(choice, evidence), *_by_shift(choice, evidence)]
+    found = [network, _by_nll(choice, evidence), _by_ece(choice, evidence)]
+    return found + _near_boundaries(choice, evidence) + _by_shift(choice, evidence)
 
 
 def nothing_better(choice: Choice) -> str:
@@ -148,6 +149,18 @@ def _by_ece(choice: Choice, evidence: Evidence) -> dict[str, str]:
     return _sentence(f"ECE {'goes' if verdict is None else 'shows no clear change:'} {moved}{beside}.")
 
 
+def _near_boundaries(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
+    """What the choice does where classes meet, if the study measured it and the change is beyond chance."""
+    row = evidence.differences.get((choice.method, "ba-ece"))
+    if row is None or row["verdict"] not in ("better", "worse"):
+        return []
+    before, after = (evidence.summary[key, "ba-ece"]["mean"] for key in (UNCALIBRATED, choice.method))
+    moved = f"from {before:.4f} to {after:.4f}"
+    if row["verdict"] == "worse":
+        return [_sentence(f"Near boundaries it gets worse (BA-ECE), {moved}.", "worse")]
+    return [_sentence(f"Near boundaries (BA-ECE) it falls by {share_less(before, after)}, {moved}.")]
+
+
 def _by_shift(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
     """Where the choice loses on shifted cases."""
     found = []
@@ -187,7 +200,8 @@ def sentences(choice: Choice, evidence: Evidence) -> list[str]:
             "on the same cases."
         )
         found += _why(choice, evidence)
-        found += [_how_sure(metric, evidence.differences[choice.method, metric.lower()]) for metric in ("NLL", "ECE")]
+        rows = ((name, evidence.differences.get((choice.method, name.lower()))) for name in ("NLL", "ECE", "BA-ECE"))
+        found += [_how_sure(name, row) for name, row in rows if row is not None]
         found.append(_labels(method, evidence.flips[choice.method]))
         if method["pooling"]:
             found.append(f"It expects {_POOLED[method['pooling']]}.")

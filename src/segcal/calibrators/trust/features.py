@@ -1,0 +1,246 @@
+"""What a voxel's neighbourhood says about its prediction: features that no logit offset changes.
+
+Everything is made from ``log p``, the temperature-scaled log-probabilities. Sums over windows and images are sums of
+integers (values are rounded to 2^-20), so that they do not depend on tiles, on the order of summation or on mirroring.
+Windows and distances lie in the plane: in volumes ``(z, y, x)`` every slice is a plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from segcal.kernels import fast_maps, recording
+from segcal.regions.boundary import label_boundary
+from segcal.scores import at_least_float32, log_probabilities, only_possible
+
+#: Sides of the windows, in voxels.
+WINDOWS = (5, 15, 41)
+#: Distances to the predicted boundary are cut off here, in voxels. No feature sees further within a plane.
+REACH = 32
+# log(1 - p) below this, and gaps between log-probabilities above it, say no more.
+_LOWEST, _WIDEST = -20.0, 20.0
+# Values are rounded to multiples of 1 / _UNIT before they are summed.
+_UNIT = 2**20
+
+#: Names of the features, in order; the predicted class is one more, which the network takes as an index, and the
+#: disagreement of the members of an ensemble may follow.
+NAMES = (
+    "log(1 - p1)",
+    "p1",
+    "log p1/p2",
+    "log p2/p3",
+    "entropy",
+    "log(1 + distance to the predicted boundary)",
+    *(f"{what} within {side}" for side in WINDOWS for what in ("share of the prediction", "p1", "log(1 - p1)")),
+    "share of the predicted class in the image",
+    "p1 of the image",
+    "log(1 - p1) of the image",
+)
+
+
+# Shares of changes below this are all alike.
+_FEW_CHANGES = 1e-4
+#: Numbers in ``ImageTotals.summary``.
+SUMMARY = 6
+
+
+class ImageTotals(NamedTuple):
+    """Additive sums over images, int64: voxels by predicted class ``(N, C)``, point features in units ``(N, 5)``, and
+    how often the prediction changes from a voxel to the next one in its row ``(N,)``."""
+
+    predicted: Tensor
+    sums: Tensor
+    changes: Tensor
+
+    def means(self) -> Tensor:
+        """Means of the point features ``(N, 5)`` float64."""
+        return self.sums / (self.predicted.sum(1, keepdim=True) * _UNIT)
+
+    def summary(self) -> Tensor:
+        """What the guard sees of an image ``(N, 6)``: those means, and the logarithm of the share of changes."""
+        share = self.changes / self.predicted.sum(1)
+        return torch.cat((self.means(), torch.log(share + _FEW_CHANGES).unsqueeze(1)), 1)
+
+
+class VoxelMaps(NamedTuple):
+    """What voxels alone say.
+
+    Attributes:
+        winner: The predicted class ``(N, *spatial)`` int64.
+        point: The point features, the first five of all, ``(N, 5, *spatial)``.
+        rounded: The first two of them in units ``(N, 2, *spatial)`` int32.
+        totals: Sums over these rows.
+    """
+
+    winner: Tensor
+    point: Tensor
+    rounded: Tensor
+    totals: ImageTotals
+
+
+def voxel_maps(logits: Tensor, beta: Tensor, size: int | None = None) -> VoxelMaps:
+    """Of ``S(beta z)``, for logits z ``(N, C, *spatial)`` that are part of ``size`` values.
+
+    That number decides whether compiled loops are used, so that all parts of an image are rounded alike. Voxels without
+    a softmax (NaN, infinite), which a mask may hide, count as undecided between all classes.
+    """
+    exact = at_least_float32(logits)
+    found = _voxel_maps(exact, beta, size)
+    if recording() or not bool(found.point.isnan().any()):
+        return found
+    return _voxel_maps(exact.masked_fill(~exact.amax(1, keepdim=True).isfinite(), 0.0), beta, size)
+
+
+def _voxel_maps(exact: Tensor, beta: Tensor, size: int | None) -> VoxelMaps:
+    if fast_maps(exact, size) is not None:
+        from segcal.kernels import trust_cpu
+
+        winner, point, rounded, predicted, sums = trust_cpu.describe(exact, float(beta), _LOWEST, _WIDEST, _UNIT)
+        return VoxelMaps(winner.long(), point, rounded, ImageTotals(predicted, sums, _changes(winner)))
+    winner, point = _point(only_possible(exact), beta)
+    units, flat = (point.double() * _UNIT).round().long(), winner.flatten(1)
+    predicted = torch.zeros(exact.shape[:2], dtype=torch.int64, device=exact.device)
+    predicted.scatter_add_(1, flat, torch.ones_like(flat))
+    totals = ImageTotals(predicted, units.flatten(2).sum(2), _changes(winner))
+    return VoxelMaps(winner, point, units[:, :2].int(), totals)
+
+
+def _changes(winner: Tensor) -> Tensor:
+    return (winner[..., 1:] != winner[..., :-1]).flatten(1).sum(1)
+
+
+def _point(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Winner and point features, as they are defined."""
+    winner = logits.argmax(1)
+    index = winner.unsqueeze(1)
+    log_p = log_probabilities((logits - logits.gather(1, index)) * beta.to(logits))
+    top = log_p.gather(1, index)
+    others = log_p.scatter(1, index, -torch.inf)
+    rest = others.logsumexp(1, keepdim=True).clamp(min=_LOWEST)
+    ranked = others.topk(min(2, logits.shape[1] - 1), 1).values
+    first = (top - ranked[:, :1]).clamp(max=_WIDEST)
+    second = (ranked[:, :1] - ranked[:, 1:2]).nan_to_num(nan=_WIDEST).clamp(max=_WIDEST)
+    if logits.shape[1] == 2:
+        second = torch.zeros_like(first)
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(1, keepdim=True)
+    return winner, torch.cat((rest, top.exp(), first, second, entropy), 1)
+
+
+def disagreement(members: Iterable[Tensor]) -> Tensor:
+    """Mutual information of class and member ``(N, 1, *spatial)``: the entropy of the mean less the mean entropy.
+
+    Examples:
+        >>> sure, opposite = torch.tensor([[9.0, -9.0]]), torch.tensor([[-9.0, 9.0]])
+        >>> disagreement([sure, sure]), disagreement([sure, opposite])
+        (tensor([[0.]]), tensor([[0.6931]]))
+    """
+    mean, entropy, count = torch.zeros(()), torch.zeros(()), 0
+    for logits in members:
+        p = log_probabilities(at_least_float32(logits)).exp()
+        mean, entropy, count = mean.to(p) + p, entropy.to(p) - torch.xlogy(p, p).sum(1, keepdim=True), count + 1
+    mean = mean / count
+    return (-torch.xlogy(mean, mean).sum(1, keepdim=True) - entropy / count).clamp_(min=0)
+
+
+def features(maps: VoxelMaps, totals: ImageTotals, size: int | None = None) -> Tensor:
+    """All features ``(N, len(NAMES), *spatial)`` of whole planes, in the type of the log-probabilities.
+
+    Without a plane, ``(N, C)`` and ``(N, C, L)``, every voxel is taken for an image of its own.
+    """
+    like, winner, smoothed = maps.point, maps.winner, maps.rounded[:, [1, 0]]
+    if winner.ndim < 3:
+        alone = smoothed.to(like.dtype) / _UNIT
+        one, far = torch.ones_like(alone[:, :1]), torch.full_like(alone[:, :1], REACH).log1p()
+        around = torch.cat((one, alone), 1)
+        return torch.cat((like, far, *[around] * len(WINDOWS), around), 1)
+    planes = winner.reshape(-1, *winner.shape[-2:])
+    sums = smoothed.movedim(1, -3).reshape(-1, 2, *winner.shape[-2:])
+    around = _around(planes, sums, totals.predicted.shape[1], size).to(like.dtype)
+    around = around.reshape(*winner.shape[:-2], around.shape[1], *winner.shape[-2:]).movedim(-3, 1)
+    voxels = totals.predicted.sum(1, keepdim=True)
+    share = (totals.predicted / voxels).gather(1, winner.flatten(1)).view(winner.shape).unsqueeze(1)
+    means = totals.means()[:, [1, 0]].view(len(winner), 2, *[1] * (winner.ndim - 1))
+    image = [share.to(like.dtype), means.to(like.dtype).expand(-1, -1, *winner.shape[1:])]
+    return torch.cat((like, around, *image), 1)
+
+
+def log_odds(found: Tensor) -> Tensor:
+    """``log p1 / (1 - p1)`` of features, or of point features ``(N, J, ...)``."""
+    rest = found[:, 0]
+    return torch.log1p(-rest.clamp(max=-1e-6).exp()) - rest
+
+
+def _around(winner: Tensor, sums: Tensor, classes: int, size: int | None) -> Tensor:
+    """The features of windows ``(B, 1 + 3 windows, H, W)``, from ``winner (B, H, W)`` and ``sums (B, 2, H, W)``."""
+    if fast_maps(sums.float(), size) is not None:
+        from segcal.kernels import trust_cpu
+
+        found = trust_cpu.planes(winner.int(), sums, WINDOWS, _UNIT, REACH)
+        found[:, 0].log1p_()
+        return found
+    parts = [boundary_distance(winner).log1p().unsqueeze(1)]
+    for side in WINDOWS:
+        count = window_sum(torch.ones_like(winner[:1]), side)
+        parts += [
+            (same_count(winner, side, classes) / count).unsqueeze(1),
+            window_sum(sums.long(), side) / (count.unsqueeze(1) * _UNIT),
+        ]
+    return torch.cat([part.float() for part in parts], 1)
+
+
+def window_sum(values: Tensor, side: int) -> Tensor:
+    """Sums of integers ``(..., H, W)`` over the window of this side around every voxel, cut off at the border.
+
+    Examples:
+        >>> window_sum(torch.ones(1, 3, 4, dtype=torch.int64), 3)
+        tensor([[[4, 6, 6, 4],
+                 [6, 9, 9, 6],
+                 [4, 6, 6, 4]]])
+    """
+    for axis in (-2, -1):
+        length, half = values.shape[axis], side // 2
+        total = values.cumsum(axis)
+        here = torch.arange(length, device=values.device)
+        upper = total.index_select(axis, (here + half).clamp(max=length - 1))
+        before = here - half - 1
+        shape = [length if a == axis else 1 for a in (-2, -1)]
+        lower = torch.where(before.view(shape) >= 0, total.index_select(axis, before.clamp(min=0)), 0)
+        values = upper - lower
+    return values
+
+
+def same_count(winner: Tensor, side: int, classes: int) -> Tensor:
+    """How many voxels of the window around each have its own prediction ``(B, H, W)`` int64."""
+    found = torch.zeros_like(winner)
+    for label in range(classes) if recording() else torch.unique(winner).tolist():
+        own = winner == label
+        found = torch.where(own, window_sum(own.long(), side), found)
+    return found
+
+
+def boundary_distance(winner: Tensor) -> Tensor:
+    """Distance of every voxel to the nearest one beside another prediction, at most ``REACH``: ``(B, H, W)`` float32.
+
+    Exact and the same on every device: along rows by running maxima, then over the nearest rows.
+
+    Examples:
+        >>> boundary_distance(torch.tensor([[[0, 0, 0, 1, 1]]]))
+        tensor([[[2., 1., 0., 0., 1.]]])
+    """
+    edge = label_boundary(winner, torch.ones_like(winner, dtype=torch.bool))
+    here = torch.arange(winner.shape[-1], device=winner.device).expand(winner.shape)
+    far = 2 * REACH + winner.shape[-1]
+    left = torch.where(edge, here, -far).cummax(-1).values
+    right = torch.where(edge, here, far + winner.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
+    along = torch.minimum(here - left, right - here).clamp(max=REACH).square()
+    nearest = along
+    for step in range(1, min(REACH, winner.shape[-2])):
+        beyond = nn.functional.pad(along, (0, 0, step, step), value=REACH**2) + step * step
+        rows = winner.shape[-2]
+        nearest = torch.minimum(nearest, torch.minimum(beyond[:, :rows], beyond[:, 2 * step :]))
+    return nearest.float().sqrt().clamp_(max=REACH)

@@ -1,0 +1,197 @@
+"""How ``trust`` is fitted: one pass that draws samples, networks by folds, then passes that choose w."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.calibrators.trust.features import log_odds
+from segcal.calibrators.trust.losers import WrongVoxels
+from segcal.calibrators.trust.network import Sample, TrustNetwork
+from segcal.calibrators.trust.rising import OddsHistogram, apply_rising
+from segcal.calibrators.trust.tiles import Images, Tile, tiles
+from segcal.cases import CaseSet
+from segcal.errors import InputError, SegcalError
+from segcal.fitting.first_pass import check_possible
+from segcal.types import Case, FloatArray
+
+#: Folds of cases, and the number of groups below which there are none.
+FOLDS, FEWEST_GROUPS = 4, 8
+#: The weights w of the network that are tried.
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Voxels that the networks are trained on, and logits of wrong voxels that the losers are fitted to, at most.
+_TRAINED, _WRONG_VALUES = 300_000, 2**21
+# Added to 1 - p1 when voxels are drawn in proportion to it, so that confident ones are seen too.
+_CONFIDENT = 0.02
+# Bins of the ECE by which w is chosen.
+_BINS = 15
+
+
+class Valid(NamedTuple):
+    """The valid voxels of a tile: ``where (n,)`` they are, their labels, winner and temperature-scaled log-odds."""
+
+    where: Tensor
+    labels: Tensor
+    winner: Tensor
+    log_odds: Tensor
+
+    @property
+    def right(self) -> Tensor:
+        """Whether the prediction is ``(n,)``."""
+        return self.winner == self.labels
+
+
+def fold_of(cases: CaseSet, seed: int) -> dict[str, int] | None:
+    """The fold of every case by its id, with groups kept together; None where there are too few groups."""
+    if len(set(cases.case_groups.values())) < FEWEST_GROUPS:
+        return None
+    folds = cases.folds(FOLDS, seed=seed)
+    return {name: number for number, (_, held_out) in enumerate(folds) for name in held_out.ids}
+
+
+def tiles_of(cases: CaseSet, beta: Tensor) -> Iterator[tuple[Case, Tile, Valid]]:
+    """Every case, and its tiles with their valid voxels; raises where labels or logits are invalid."""
+    for case in cases:
+        try:
+            for tile in tiles(Images.of_case(case), beta):
+                yield case, tile, _valid(case, tile)
+        except SegcalError as error:
+            raise error.at(case=case.id) from None
+        del case
+
+
+def _valid(case: Case, tile: Tile) -> Valid:
+    chunk = case.chunk(tile.rows)
+    check_possible(chunk)
+    where = chunk.valid.flatten().nonzero().squeeze(1)
+    labels = chunk.labels.flatten()[where].long()
+    if len(labels) and not bool(((labels >= 0) & (labels < case.shape[1])).all()):
+        raise InputError("labels are out of range", expected=f"0..{case.shape[1] - 1}")
+    return Valid(where, labels, tile.winner.flatten()[where], log_odds(tile.features[:, :1]).flatten()[where])
+
+
+class Survey(NamedTuple):
+    """What the first pass finds.
+
+    Attributes:
+        odds: Histogram of the temperature-scaled log-odds of the winner.
+        sample: Voxels to train on; their ``offset`` are the same log-odds.
+        wrong: A sample of wrong voxels.
+        summaries: What the guard sees of every image ``(images, 6)``.
+        voxels, mistakes: How many are valid, and wrong.
+    """
+
+    odds: OddsHistogram
+    sample: Sample
+    wrong: WrongVoxels
+    summaries: Tensor
+    voxels: int
+    mistakes: int
+
+
+def survey(cases: CaseSet, beta: Tensor, folds: dict[str, int] | None, seed: int) -> Survey:
+    """One pass over all cases."""
+    odds, random = OddsHistogram(), np.random.default_rng(seed)
+    samples: list[tuple[Tensor, ...]] = []
+    wrong: list[tuple[Tensor, ...]] = []
+    summaries: dict[str, Tensor] = {}
+    voxels = mistakes = 0
+    most_wrong = _WRONG_VALUES // cases.num_classes
+    for case, tile, seen in tiles_of(cases, beta):
+        summaries[case.id] = tile.summary
+        if not len(seen.where):
+            continue
+        right, part = seen.right, tile.winner.numel() / np.prod(case.shape[2:]) / len(cases)
+        odds.add(seen.log_odds, right)
+        fold = 0 if folds is None else folds[case.id]
+        chosen, weights = _draw(seen.log_odds, _TRAINED * part, random)
+        samples.append((
+            tile.features[0].flatten(1)[:, seen.where[chosen]].T.float(), seen.winner[chosen],
+            seen.log_odds[chosen].float(), right[chosen].float(), weights, torch.full_like(chosen, fold),
+        ))  # fmt: skip
+        mistaken = (~right).nonzero().squeeze(1)
+        kept = mistaken[torch.from_numpy(random.permutation(len(mistaken))[: int(most_wrong * part) + 1])]
+        wrong.append((
+            float(beta) * tile.logits[0].flatten(1)[:, seen.where[kept]].T.float().cpu(), seen.labels[kept].cpu(),
+            torch.full((len(kept),), fold), torch.full((len(kept),), len(mistaken) / max(1, len(kept))).double(),
+        ))  # fmt: skip
+        voxels, mistakes = voxels + len(right), mistakes + len(mistaken)
+    if not voxels:
+        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    sample = Sample(*(torch.cat(column) for column in zip(*samples, strict=True)))
+    logits, labels, own_folds, weights = (torch.cat(column) for column in zip(*wrong, strict=True))
+    mistakes_drawn = WrongVoxels(logits, labels, own_folds.numpy(), weights.numpy())
+    return Survey(odds, sample, mistakes_drawn, torch.cat(list(summaries.values())).cpu(), voxels, mistakes)
+
+
+def _draw(log_odds: Tensor, count: float, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """About ``count`` voxels, doubtful ones more often, and how many voxels each stands for."""
+    doubt = _CONFIDENT + torch.sigmoid(-log_odds).double().cpu().numpy()
+    chance = np.minimum(1, doubt * (count / doubt.sum()))
+    chosen = np.flatnonzero(random.random(len(chance)) < chance)
+    weights = torch.from_numpy(1 / chance[chosen]).float()
+    return torch.from_numpy(chosen).to(log_odds.device), weights.to(log_odds.device)
+
+
+class Choice(NamedTuple):
+    """What was found of one w, out of fold: NLL of right or wrong, mean per-image ECE, and the second map.
+
+    ``excess`` is by how much the mean ECE exceeds the lowest one, in standard errors of the paired difference.
+    """
+
+    share: float
+    nll: float
+    ece: float
+    excess: float
+    values: Tensor
+
+
+def choose_share(
+    cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor
+) -> tuple[Choice, list[Choice]]:
+    """The w of the lowest NLL among those whose mean ECE is within a paired standard error of the lowest one."""
+    histograms = [OddsHistogram() for _ in SHARES]
+    for case, tile, seen in tiles_of(cases, beta):
+        for histogram, odds in zip(histograms, _mixtures(tile, seen, first, network, folds[case.id]), strict=True):
+            histogram.add(odds, seen.right)
+    maps = [histogram.rising() for histogram in histograms]
+    nll, tables = np.zeros(len(SHARES)), {name: np.zeros((len(SHARES), 3, _BINS)) for name in cases.ids}
+    for case, tile, seen in tiles_of(cases, beta):
+        right = seen.right.cpu()
+        for place, odds in enumerate(_mixtures(tile, seen, first, network, folds[case.id])):
+            loss, table = _binned(apply_rising(maps[place], odds.cpu()), right)
+            nll[place] += loss
+            tables[case.id][place] += table
+    return _chosen(nll, np.stack([own for own in tables.values() if own[0, 0].any()]), maps)
+
+
+def _mixtures(tile: Tile, seen: Valid, first: Tensor, network: TrustNetwork, fold: int) -> Iterator[Tensor]:
+    """Log-odds ``(n,)`` for every w, by the network that did not see the case."""
+    start = apply_rising(first, seen.log_odds.float())
+    correction = network.correction(tile.features, tile.winner, fold).flatten()[seen.where]
+    return (start + share * correction for share in SHARES)
+
+
+def _binned(log_odds: Tensor, right: Tensor) -> tuple[float, NDArray[np.float64]]:
+    """The NLL of right or wrong, and by bins of q: how many, the sum of q, how many are right ``(3, bins)``."""
+    signed = torch.where(right, log_odds, -log_odds).double()
+    q = torch.sigmoid(log_odds.double())
+    bins = (torch.ceil(q * _BINS).long() - 1).clamp(0, _BINS - 1)
+    columns = (torch.bincount(bins, own.double(), _BINS).numpy() for own in (torch.ones_like(q), q, right))
+    return -float(torch.nn.functional.logsigmoid(signed).sum()), np.stack(list(columns))
+
+
+def _chosen(nll: FloatArray, tables: FloatArray, maps: list[Tensor]) -> tuple[Choice, list[Choice]]:
+    """From the NLL of every w, and tables ``(images, w, 3, bins)``."""
+    counts = tables[:, 0, 0].sum(1)
+    eces = np.abs(tables[:, :, 1] - tables[:, :, 2]).sum(2) / counts[:, None]
+    beyond = eces - eces[:, [int(eces.mean(0).argmin())]]
+    error = beyond.std(0, ddof=1) / np.sqrt(len(eces)) if len(eces) > 1 else np.zeros(len(SHARES))
+    excess = beyond.mean(0) / np.maximum(error, np.finfo(float).tiny)
+    found = [Choice(*row) for row in zip(SHARES, nll / counts.sum(), eces.mean(0), excess, maps, strict=True)]
+    return min((choice for choice in found if choice.excess <= 1), key=lambda choice: choice.nll), found

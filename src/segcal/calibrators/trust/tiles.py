@@ -1,0 +1,78 @@
+"""Images in tiles of rows: what ``trust`` sees of each, the same as of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from segcal.calibrators.trust.features import REACH, ImageTotals, disagreement, features, voxel_maps
+from segcal.types import Case, row_slices
+
+# Scores in a tile; a tile of an image also has a halo of REACH + 1 rows on each side.
+_TILE_VALUES = 2**22
+
+
+class Images(NamedTuple):
+    """A batch of images that is read by rows.
+
+    Attributes:
+        shape: ``(N, C, *spatial)``.
+        read: Gives the logits ``(N, C, rows, ...)`` of some rows.
+        members: Gives those of every member of an ensemble; None for a single model.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[slice], Tensor]
+    members: Callable[[slice], Iterable[Tensor]] | None = None
+
+    @classmethod
+    def of_case(cls, case: Case) -> Images:
+        """A case, with its members if it has any."""
+        if not case.source.sliceable:
+            _ = case.logits
+        count = case.members
+        members = None if count is None else lambda rows: (case.member_logits(m, rows) for m in range(count))
+        return cls(case.shape, lambda rows: case.rows("logits", rows), members)
+
+
+class Tile(NamedTuple):
+    """Some rows of a batch of images.
+
+    Attributes:
+        rows: Which.
+        logits: ``(N, C, rows, ...)`` as they came.
+        winner: Their argmax ``(N, rows, ...)``.
+        features: ``(N, J, rows, ...)``, those of ``NAMES`` and the members' disagreement if there are members.
+        summary: What the guard sees of each whole image ``(N, 6)``.
+    """
+
+    rows: slice
+    logits: Tensor
+    winner: Tensor
+    features: Tensor
+    summary: Tensor
+
+
+def tiles(images: Images, beta: Tensor) -> Iterator[Tile]:
+    """The tiles of images, in order. Sums over whole images take a read of their own if there is more than one tile."""
+    shape, size = images.shape, math.prod(images.shape)
+    spans = list(row_slices(shape, _TILE_VALUES))
+    halo = REACH + 1 if len(shape) == 4 and len(spans) > 1 else 0
+    once = images.read(spans[0]) if len(spans) == 1 else None
+    maps = None if once is None else voxel_maps(once, beta, size)
+    parts = [maps.totals] if maps else [voxel_maps(images.read(span), beta, size).totals for span in spans]
+    totals = ImageTotals(*(sum(column[1:], column[0]) for column in zip(*parts, strict=True)))
+    summary = totals.summary()
+    for rows in spans:
+        wide = slice(max(0, rows.start - halo), min(shape[2], rows.stop + halo))
+        inner = slice(rows.start - wide.start, rows.stop - wide.start)
+        logits = images.read(wide) if once is None else once
+        seen = voxel_maps(logits, beta, size) if maps is None else maps
+        found = features(seen, totals, size)[:, :, inner]
+        if images.members is not None:
+            found = torch.cat((found, disagreement(images.members(rows)).to(found)), 1)
+        yield Tile(rows, logits[:, :, inner], seen.winner[:, inner], found, summary)

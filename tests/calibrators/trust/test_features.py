@@ -1,0 +1,87 @@
+"""Features of predictions: invariant, local, mirrored with the image."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.ndimage import distance_transform_edt, uniform_filter
+
+from segcal.calibrators.trust.features import (
+    NAMES,
+    REACH,
+    boundary_distance,
+    features,
+    voxel_maps,
+    window_sum,
+)
+from segcal.calibrators.trust.tiles import Images, tiles
+from segcal.synthetic import scenes
+
+
+def logits(size=(70, 90), seed=0):
+    return scenes(1, size=size, seed=seed)[0].logits
+
+
+def of(z):
+    maps = voxel_maps(z, torch.tensor(1.0))
+    return features(maps, maps.totals)
+
+
+def test_an_offset_of_every_voxel_changes_nothing():
+    z = logits().double()
+    offsets = torch.randint(-50, 50, (1, 1, *z.shape[2:]), generator=torch.Generator().manual_seed(0)).double()
+    torch.testing.assert_close(of(z + offsets), of(z), atol=2e-6, rtol=0)
+    assert of(z).shape[1] == len(NAMES)
+
+
+@pytest.mark.parametrize("axes", [(2,), (3,), (2, 3)])
+def test_mirrored_images_have_mirrored_features(axes):
+    z = logits()
+    torch.testing.assert_close(of(z.flip(axes)), of(z).flip(axes), atol=2e-6, rtol=0)
+
+
+def test_tiles_have_the_features_of_the_whole(monkeypatch):
+    z = logits((200, 60))
+    images = Images(tuple(z.shape), lambda rows: z[:, :, rows])
+    (whole,) = tiles(images, torch.tensor(0.7))
+    monkeypatch.setattr("segcal.calibrators.trust.tiles._TILE_VALUES", 6 * 60 * 37)
+    parts = list(tiles(images, torch.tensor(0.7)))
+    assert len(parts) > 4
+    assert torch.equal(torch.cat([part.features for part in parts], 2), whole.features)
+    assert torch.equal(parts[0].summary, whole.summary)
+
+
+def test_a_slice_of_a_volume_has_the_features_of_its_plane_but_for_those_of_the_image():
+    z = scenes(1, size=(4, 30, 40))[0].logits
+    plane = of(z[:, :, 2])
+    torch.testing.assert_close(of(z)[:, :-3, 2], plane[:, :-3], atol=2e-6, rtol=0)
+
+
+def test_window_sums_are_those_of_a_plain_filter():
+    values = torch.randint(0, 9, (1, 20, 31), generator=torch.Generator().manual_seed(0))
+    padded = np.pad(values[0].numpy().astype(float), 7)
+    expected = uniform_filter(padded, 15)[7:-7, 7:-7] * 225
+    np.testing.assert_allclose(window_sum(values, 15)[0].numpy(), expected, atol=1e-6)
+
+
+def test_distances_are_scipys_up_to_the_reach():
+    winner = logits((90, 120), seed=3).argmax(1)
+    edge = np.zeros(winner.shape[1:], bool)
+    for axis in (0, 1):
+        change = np.diff(winner[0].numpy(), axis=axis) != 0
+        where = [slice(None)] * 2
+        for part in (slice(0, -1), slice(1, None)):
+            where[axis] = part
+            edge[tuple(where)] |= change
+    expected = np.minimum(distance_transform_edt(~edge), REACH)
+    np.testing.assert_allclose(boundary_distance(winner)[0].numpy(), expected, rtol=1e-6)
+
+
+def test_without_a_boundary_everything_is_as_far_as_can_be():
+    assert bool((boundary_distance(torch.zeros(1, 4, 5, dtype=torch.int64)) == REACH).all())
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 2, 2), (1, 3, 1, 1), (2, 3, 1, 4, 3), (5, 3, 1), (2, 3, 7)])
+def test_small_images_and_points_have_features(shape):
+    found = of(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    assert found.shape == (shape[0], len(NAMES), *shape[2:])
+    assert bool(torch.isfinite(found).all())

@@ -1,0 +1,91 @@
+"""The compiled loops of trust are their torch definitions."""
+
+import pytest
+import torch
+
+from segcal.calibrators.trust.features import features, voxel_maps
+from segcal.calibrators.trust.levelling import BELOW, level
+from segcal.calibrators.trust.network import TrustNetwork
+from segcal.calibrators.trust.rising import apply_rising, bin_centres
+from segcal.kernels import trust_cpu
+from segcal.synthetic import scenes
+
+BETA = torch.tensor(0.7)
+
+
+def logits(classes=6, size=(90, 110), seed=0):
+    z = scenes(1, size=size, num_classes=classes, seed=seed)[0].logits
+    z[:, 1, :9] = -torch.inf  # an impossible class, and ties
+    z[:, -1, 20:30] = z[:, 0, 20:30]
+    return z
+
+
+@pytest.mark.parametrize("classes", [2, 3, 6, 19])
+def test_features(classes):
+    z = logits(classes)
+    fast, slow = (voxel_maps(z, BETA, size) for size in (2**30, 0))
+    assert torch.equal(fast.winner, slow.winner)
+    assert torch.equal(fast.winner, z.argmax(1))
+    torch.testing.assert_close(fast.point, slow.point, atol=1e-5, rtol=1e-5)
+    assert (fast.rounded - slow.rounded).abs().max() <= 16  # units of 2^-20
+    assert torch.equal(fast.totals.predicted, slow.totals.predicted)
+    assert torch.equal(fast.totals.changes, slow.totals.changes)
+    torch.testing.assert_close(fast.totals.means(), slow.totals.means(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(features(slow, slow.totals, 2**30), features(slow, slow.totals, 0), atol=2e-6, rtol=1e-6)
+
+
+def test_voxels_without_a_softmax_count_as_undecided():
+    z = logits()
+    z[0, 0, 40, 3], z[0, 3, 41, 4], z[0, :, 42, 5] = torch.nan, torch.inf, -torch.inf
+    clean = z.masked_fill(~z.amax(1, keepdim=True).isfinite(), 0.0)
+    for size in (2**30, 0):
+        found, expected = voxel_maps(z, BETA, size), voxel_maps(clean, BETA, size)
+        assert torch.equal(found.point, expected.point)
+        assert torch.equal(found.totals.sums, expected.totals.sums)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 6, 19])
+def test_levelling(classes):
+    generator = torch.Generator().manual_seed(classes)
+    z = logits(classes)
+    winner = z.argmax(1)
+    odds = 2 * torch.randn(winner.shape, generator=generator) - 0.5
+    scores = 3 * torch.randn(z.shape, generator=generator)
+    scores[:, :, :5] = -torch.inf  # no loser is possible
+    scores[:, 0, 5:9] = -torch.inf
+    slow, moved = level(odds.double(), scores.double(), winner)
+    fast = scores.clone()
+    also_moved = trust_cpu.level(fast, odds, winner, BELOW)
+    torch.testing.assert_close(fast.exp().double(), slow.exp(), atol=2e-6, rtol=0)
+    assert (moved == also_moved).double().mean() > 0.9999
+    assert torch.equal(fast.argmax(1), winner)
+    if classes > 2:
+        assert moved.any()
+
+
+@pytest.mark.parametrize("inputs", [18, 19])
+def test_networks(inputs):
+    generator = torch.Generator().manual_seed(0)
+    network = TrustNetwork(19, 5, 4).requires_grad_(False)
+    network.reset(1)
+    for weight in (network.classes, network.second_bias, network.last):
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    x = 2 * torch.randn(1, inputs, 130, 150, generator=generator)
+    winner = torch.randint(5, (1, 130, 150), generator=generator)
+    rows = x.movedim(1, -1).reshape(-1, inputs)
+    expected = network(rows, winner.flatten())
+    torch.testing.assert_close(network.correction(x, winner).flatten(), expected.mean(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(network.correction(x, winner, 2).flatten(), expected[2], atol=1e-4, rtol=1e-4)
+
+
+def test_odds():
+    generator = torch.Generator().manual_seed(0)
+    rest = -3 * torch.rand(2, 50, 60, generator=generator).double()
+    correction = torch.randn(2, 50, 60, generator=generator).double()
+    first, second = 0.5 * bin_centres() - 0.2, 0.9 * bin_centres().clamp(-8, 8)
+    judged = torch.tensor([1.0, 0.25]).double()
+    plain = torch.log1p(-rest.clamp(max=-1e-6).exp()) - rest
+    mapped = apply_rising(second, apply_rising(first, plain) + 0.5 * correction)
+    expected = torch.lerp(plain, mapped, judged.view(2, 1, 1))
+    found = trust_cpu.odds(rest.float(), correction.float(), (first, second), 0.5, judged)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,47 @@
+"""The streamed isotonic map of log-odds."""
+
+import numpy as np
+import torch
+from scipy.optimize import isotonic_regression
+
+from segcal.calibrators.trust.rising import OddsHistogram, apply_rising, bin_centres, odds_bin
+
+
+def draw(count=20_000, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    odds = 3 * torch.randn(count, generator=generator)
+    right = torch.rand(count, generator=generator) < torch.sigmoid(0.5 * odds - 0.3)
+    return odds, right
+
+
+def test_it_is_scipys_regression_of_the_same_voxels():
+    odds, right = draw()
+    histogram = OddsHistogram()
+    for part in (slice(0, 7_000), slice(7_000, None)):
+        histogram.add(odds[part], right[part])
+    places = odds_bin(odds)
+    bins, count = places.unique(return_counts=True)
+    share = torch.zeros(len(bin_centres()), dtype=torch.float64).index_add_(0, places, right.double())[bins] / count
+    expected = isotonic_regression(share.numpy(), weights=count.numpy().astype(float)).x
+    found = torch.sigmoid(histogram.rising()[bins]).numpy()
+    inside = (expected > 0) & (expected < 1)  # ends are pulled in by half a voxel
+    np.testing.assert_allclose(found[inside], expected[inside], atol=1e-9)
+    assert inside.mean() > 0.9
+
+
+def test_it_rises_and_nobody_is_certain():
+    histogram = OddsHistogram()
+    histogram.add(torch.tensor([-1.0, 0.0, 1.0, 2.0]), torch.tensor([False, True, False, True]))
+    values = histogram.rising()
+    assert bool((values.diff() >= 0).all())
+    assert bool(torch.isfinite(values).all())
+    everyone_right = OddsHistogram()
+    everyone_right.add(torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
+    torch.testing.assert_close(torch.sigmoid(everyone_right.rising()[-1]), torch.tensor(2.5 / 3).double())
+
+
+def test_between_centres_it_is_linear_and_beyond_them_constant():
+    values = bin_centres() ** 3
+    x = torch.linspace(-40, 40, 999).double()
+    expected = np.interp(x.numpy(), bin_centres().numpy(), values.numpy())
+    np.testing.assert_allclose(apply_rising(values, x).numpy(), expected, rtol=1e-9, atol=1e-9)
