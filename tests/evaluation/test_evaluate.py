@@ -198,8 +198,12 @@ def test_json_and_csv_round_trip(tmp_path):
     assert again.to_json() == results.to_json()
     results.to_csv(tmp_path / "r.csv")
     lines = (tmp_path / "r.csv").read_text().splitlines()
-    assert lines[0] == "case,region,metric,value,count,missed,channel"
+    assert lines[0] == "case,region,metric,value,count,missed,channel,low,high"
     assert len(lines) == len(results.rows) + 1
+    row = next(row for row in results.summary() if row.metric == "ece")
+    assert [line for line in lines if line.endswith(f"{row.pooled_low},{row.pooled_high}")] == [
+        line for line in lines if line.startswith(",everything,ece")
+    ]
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(segcal.SegcalError, match="results.json"):
         Results.from_json(tmp_path / "r.json")

@@ -127,8 +127,8 @@ def test_files_carry_the_channel(results, tmp_path):
     assert_same_rows(again.channel("vein").rows, results.channel("vein").rows)
     results.to_csv(tmp_path / "r.csv")
     head, *lines = (tmp_path / "r.csv").read_text().splitlines()
-    assert head.endswith(",channel")
-    assert sum(line.endswith(",tumour") for line in lines) == len(results.channel("tumour").rows)
+    assert head.endswith(",channel,low,high")
+    assert sum(",tumour," in line for line in lines) == len(results.channel("tumour").rows)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -37,6 +37,17 @@ def cluster_means(values, groups, replicates, random) -> list[float]:
     return means
 
 
+def pooled_values(sums, groups, value, replicates, random) -> list[float]:
+    """Draw groups with replacement, add up the sums of all their cases, entry by entry, and take the value."""
+    names = sorted(set(groups))
+    found = []
+    for _ in range(replicates):
+        drawn = [names[index] for index in random.integers(0, len(names), len(names))]
+        rows = [row for name in drawn for row, own in zip(sums, groups, strict=True) if own == name]
+        found.append(value([sum(column) for column in zip(*rows, strict=True)]))
+    return found
+
+
 def group_means(values, groups) -> list[float]:
     """The mean of every group, in the order in which groups appear."""
     return [mean(v for v, own in zip(values, groups, strict=True) if own == name) for name in dict.fromkeys(groups)]

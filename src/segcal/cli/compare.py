@@ -16,7 +16,7 @@ from rich.table import Table
 from typer import Option
 
 from segcal.calibrators import CALIBRATORS
-from segcal.cli.console import new_table, out, show_notes, show_table, study_progress
+from segcal.cli.console import WIDE, new_table, out, show_notes, show_table, study_progress
 from segcal.cli.data import Data, Json, Labels, Layout, Workers, open_data, seed_option, split_names
 from segcal.cli.evaluate import Metrics, Regions, split_metrics
 from segcal.errors import InputError, SegcalError
@@ -29,8 +29,6 @@ _METRICS = ",".join(STUDY_METRICS)
 # Metrics of the tables. Methods are sorted by the first, by which they are also chosen.
 _SHOWN = ("nll", "ece", "ba-ece")
 _TONES = {"plain": "bold", "worse": "bold red"}
-# From this width of the terminal on, a value and its interval fit on one line.
-_WIDE = 110
 
 
 def compare_command(
@@ -280,6 +278,6 @@ def _cell(row: Mapping[str, Any], verdict: object, form: str = ".4f") -> str:
     # Adding 0 turns -0 into 0.
     mean, low, high = ("-" if math.isnan(value) else f"{round(value, 4) + 0.0:{form}}" for value in numbers)
     # In a narrow terminal, the interval goes below the value.
-    gap, between = " " if out.width >= _WIDE else "\n", "-" if form == ".4f" else " to "
+    gap, between = " " if out.width >= WIDE else "\n", "-" if form == ".4f" else " to "
     value = f"[red]{mean}![/]" if verdict == "worse" else mean
     return value if low == "-" else f"{value}{gap}{low}{between}{high}"

@@ -43,6 +43,8 @@ STOPPED = 130
 _PATIENCE = 1.0
 #: Seconds between two lines of progress if no bar can be drawn.
 EVERY = 60.0
+#: From this width of the terminal on, a value and its interval fit on one line.
+WIDE = 110
 # Wider than any table.
 _WIDEST = 100_000
 # Seconds between two checks of the time.

@@ -12,7 +12,7 @@ from typer import Option
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
-from segcal.cli.console import new_table, out, progress, show_notes, show_table
+from segcal.cli.console import WIDE, new_table, out, progress, show_notes, show_table
 from segcal.cli.data import Data, Json, Labels, Layout, Workers, check_files, open_data, seed_option, split_names
 from segcal.evaluation.apply import open_maps, write_maps
 from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
@@ -50,8 +50,8 @@ def evaluate_command(
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
 
-    Reads every case once, and again with --exact or --plots. The mean is over images, the interval a bootstrap over
-    images, or over the groups that segcal.toml declares.
+    Reads every case once, and again with --exact or --plots. Pooled values are of all voxels together, the mean is over
+    images. Intervals are a bootstrap over images, or over the groups that segcal.toml declares.
 
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
@@ -101,8 +101,10 @@ def show_results(results: Results) -> None:
         out.print()
     if results.channels:
         out.print(f"[bold]mean over {len(results.channels)} channels[/]")
-    columns = ("region", "metric", "pooled", "per image", "95% interval", "images")
-    table = new_table(*columns, left=("region", "metric"))
+    # On a terminal too narrow for it, the interval goes below the value.
+    wide = not out.is_terminal or out.width >= WIDE
+    values = [[name, "95% interval"] if wide else [f"{name}\n95% interval"] for name in ("pooled", "per image")]
+    table = new_table("region", "metric", *chain(*values), "images", left=("region", "metric"))
     previous = ""
     for row in (row for row in results.summary() if not row.channel):
         notes = [f"{row.undefined} undefined"] if row.undefined else []
@@ -110,9 +112,8 @@ def show_results(results: Results) -> None:
         table.add_row(
             row.region if row.region != previous else "",
             escape(row.metric),
-            _number(row.pooled),
-            _number(row.mean),
-            f"{_number(row.low)} - {_number(row.high)}" if row.low == row.low else "",
+            *_with_interval(row.pooled, row.pooled_low, row.pooled_high, wide),
+            *_with_interval(row.mean, row.low, row.high, wide),
             f"{row.cases} ({', '.join(notes)})" if notes else str(row.cases or ""),
         )
         previous = row.region
@@ -182,6 +183,12 @@ def split_metrics(text: str) -> tuple[str, ...]:
         return tuple(METRICS)
     parts = re.split(r",(?![^\[]*\])", text)  # no "]" follows before the next "["
     return tuple(part.strip() for part in parts if part.strip())
+
+
+def _with_interval(value: float, low: float, high: float, wide: bool) -> list[str]:
+    """A value and its interval in two cells or, on a narrow terminal, in one."""
+    cells = [_number(value), f"{_number(low)} - {_number(high)}" if low == low else ""]
+    return cells if wide else ["\n".join(filter(None, cells))]
 
 
 def _number(value: float) -> str:

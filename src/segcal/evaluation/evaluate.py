@@ -11,13 +11,16 @@ from importlib.metadata import version
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
 from segcal.errors import InputError, check_whole, naming
 from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, reduced_rows, second_passes
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
+from segcal.evaluation.pooled import case_sums, intervals, summed_columns
 from segcal.evaluation.results import POOLED, Results, Row, mean_over_channels
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
 from segcal.metrics.diagnosis import diagnose, diagnose_channels
@@ -47,8 +50,8 @@ def evaluate(
 ) -> Results:
     """Measure scores against labels.
 
-    Every case is read once, in chunks, however many metrics and regions there are. Memory does not grow with the
-    number of cases.
+    Every case is read once, in chunks, however many metrics and regions there are. Of a case, only some kilobytes of
+    sums are kept, however many voxels it has.
 
     Args:
         cases: What to evaluate.
@@ -116,13 +119,16 @@ def evaluate_many(
                 for column, one in passes.items():
                     second[key][column].merge(one)
     found = {key: _results(plan, cases, own, second[key]) for key, own in sums.items()}
+    of_cases = None if groups is None else [groups["cases"][case] for case in cases.ids]
     about = {name: {**_about(plan, cases, own), "groups": groups} for name, own in calibrators.items()}
     if cases.channel_names is None:
-        return {name: replace(found[name, 0], about=about[name]) for name in calibrators}
-    return {
-        name: _of_channels({c: found[name, k] for k, c in enumerate(cases.channel_names)}, about[name])
-        for name in calibrators
-    }
+        whole = {name: replace(found[name, 0], about=about[name]) for name in calibrators}
+    else:
+        whole = {
+            name: _of_channels({c: found[name, k] for k, c in enumerate(cases.channel_names)}, about[name])
+            for name in calibrators
+        }
+    return {name: replace(own, pooled_intervals=intervals(own.sums, of_cases)) for name, own in whole.items()}
 
 
 @dataclass
@@ -135,14 +141,18 @@ class _Sums:
     balances: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
     reliability: dict[str, dict[str, Any]] = field(default_factory=dict)  # by case and region
+    sums: dict[str, dict[tuple[str, str], NDArray[np.float64]]] = field(default_factory=dict)  # by case and column
 
     @classmethod
-    def of(cls, case: str, rows: list[Row], statistics: VoxelStatistics, counted: bool) -> _Sums:
+    def of(
+        cls, case: str, rows: list[Row], statistics: VoxelStatistics, counted: bool, summed: Sequence[Column]
+    ) -> _Sums:
         """What one case gave."""
         balance, spread = confidence_balance(statistics), free_energy_std(statistics)
         bins = {region: _bins(statistics, region) for region in (EVERYTHING, *statistics.regions)}
         used = statistics if counted else statistics.empty_like()
-        return cls(statistics, used, rows, [balance], [spread], {case: bins})
+        own = case_sums(summed, statistics)
+        return cls(statistics, used, rows, [balance], [spread], {case: bins}, {case: own})
 
     def merge(self, other: _Sums) -> None:
         """Add other cases."""
@@ -150,6 +160,7 @@ class _Sums:
         self.balances += other.balances
         self.spreads += other.spreads
         self.reliability |= other.reliability
+        self.sums |= other.sums
         self.pooled.merge(other.pooled)
         if self.counted is not self.pooled:
             self.counted.merge(other.counted)
@@ -162,10 +173,12 @@ def _measure_share(
     for key in product(calibrators, range(len(cases.channel_names or ("",)))):
         pooled = plan.statistics(cases.num_classes)
         sums[key] = _Sums(pooled, pooled if counted is None else pooled.empty_like())
+    summed = summed_columns(plan, plan.statistics(cases.num_classes))
     for channel, case, own in _channels(cases, calibrators, progress):
         with _at(cases, case, channel) as threads:
             for name, (rows, statistics) in measure_case(plan, case, own, threads).items():
-                sums[name, channel].merge(_Sums.of(case.id, rows, statistics, counted is None or case.id in counted))
+                one = _Sums.of(case.id, rows, statistics, counted is None or case.id in counted, summed)
+                sums[name, channel].merge(one)
         del case  # Otherwise it would stay in memory while the next one is read.
     return sums
 
@@ -220,6 +233,10 @@ def _results(plan: Plan, cases: CaseSet, sums: _Sums, second: SecondPasses) -> R
             for region in (EVERYTHING, *sums.counted.regions)
         },
         diagnosis=diagnose(sums.pooled, balances=sums.balances, spreads=sums.spreads, class_names=cases.class_names),
+        sums={
+            ("", region, metric): np.stack([sums.sums[case][metric, region] for case in cases.ids])
+            for metric, region in next(iter(sums.sums.values()))
+        },
     )
 
 
@@ -232,6 +249,7 @@ def _of_channels(channels: Mapping[str, Results], about: Mapping[str, Any]) -> R
         about=about,
         reliability={name: own.reliability for name, own in channels.items()},
         diagnosis=diagnose_channels({name: own.diagnosis for name, own in channels.items()}),
+        sums={(name, *key[1:]): sums for name, own in channels.items() for key, sums in own.sums.items()},
     )
 
 

@@ -11,6 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from segcal.errors import DataError, InputError
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import number, plain
@@ -20,6 +23,8 @@ from segcal.inference import FEW_GROUPS, bootstrap_interval
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: Channel (empty for ordinary data, and for means over channels), region and metric: what identifies a column.
+Key = tuple[str, str, str]
 #: The case of a pooled row.
 POOLED = None
 # The case of a pooled row in version 1, which a real case may be called, too.
@@ -48,7 +53,9 @@ class SummaryRow(NamedTuple):
 
     ``mean`` is the mean over the ``cases`` where the metric is defined, without the ``undefined`` ones. ``low`` to
     ``high`` is its 95% bootstrap interval over cases, or over groups of cases if there are groups. ``pooled`` is the
-    value of all voxels together, NaN if that has no meaning. ``missed`` counts the missed classes of all cases.
+    value of all voxels together, NaN if that has no meaning, and ``pooled_low`` to ``pooled_high`` its interval, from
+    the same draws; NaN where it has none (``segcal.metrics.additive``). ``missed`` counts the missed classes of all
+    cases.
     """
 
     region: str
@@ -61,6 +68,8 @@ class SummaryRow(NamedTuple):
     undefined: int
     missed: int
     channel: str = ""
+    pooled_low: float = math.nan
+    pooled_high: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ class Results:
         about: What was evaluated and how: data, groups of cases, calibrator, classes, bins, seed, versions.
         reliability: Region to reliability data, for the top label and for every predicted class.
         diagnosis: Findings in words and numbers.
+        pooled_intervals: Channel, region and metric to the 95% interval of the pooled value.
+        sums: Channel, region and metric to what each case adds to the pooled value, ``(cases, ...)``. Not in files.
 
     For multi-label data, rows without a channel are means over the channels, ``reliability`` and ``diagnosis`` have
     an entry for each channel, and ``channel(name)`` gives the results of one.
@@ -89,6 +100,8 @@ class Results:
     about: Mapping[str, Any] = field(default_factory=dict)
     reliability: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    pooled_intervals: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
+    sums: Mapping[Key, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
 
     def value(self, metric: str, region: str = "everything", case: str | None = POOLED, *, channel: str = "") -> float:
         """One value: of a case or, by default, pooled; of a channel or, by default, the mean over channels."""
@@ -108,9 +121,9 @@ class Results:
         return {case: row.value for case, row in rows.items() if case is not POOLED}
 
     @cached_property
-    def _columns(self) -> dict[tuple[str, str, str], dict[str | None, Row]]:
+    def _columns(self) -> dict[Key, dict[str | None, Row]]:
         """Rows by channel, region and metric, then by case."""
-        found: dict[tuple[str, str, str], dict[str | None, Row]] = {}
+        found: dict[Key, dict[str | None, Row]] = {}
         for row in self.rows:
             found.setdefault((row.channel, row.region, row.metric), {})[row.case] = row
         return found
@@ -130,11 +143,21 @@ class Results:
             about={**self.about, "channels": None, "channel": name},
             reliability=self.reliability[name],
             diagnosis=self.diagnosis["channels"][name],
+            pooled_intervals={("", *key[1:]): own for key, own in self.pooled_intervals.items() if key[0] == name},
+            sums={("", *key[1:]): own for key, own in self.sums.items() if key[0] == name},
         )
 
     def summary(self, *, seed: int = 0) -> list[SummaryRow]:
-        """Every metric in every region and channel, summarised over all cases, in the order of the rows."""
-        return [_summarise(list(rows.values()), self.groups, seed) for rows in self._columns.values()]
+        """Every metric in every region and channel, summarised over all cases, in the order of the rows.
+
+        ``seed`` is that of the intervals of means. Those of pooled values were drawn by ``evaluate``.
+        """
+        found = []
+        for key, rows in self._columns.items():
+            low, high = self.pooled_intervals.get(key, (math.nan, math.nan))
+            own = _summarise(list(rows.values()), self.groups, seed)
+            found.append(own._replace(pooled_low=low, pooled_high=high))
+        return found
 
     @property
     def groups(self) -> Mapping[str, str] | None:
@@ -168,6 +191,7 @@ class Results:
             "rows": plain(self.rows),
             "reliability": plain(self.reliability),
             "diagnosis": plain(self.diagnosis),
+            "pooled_intervals": plain([[*key, *ends] for key, ends in self.pooled_intervals.items()]),
         }
 
     @classmethod
@@ -178,7 +202,8 @@ class Results:
         rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
         if content["version"] == 1:
             rows = tuple(row._replace(case=POOLED) if row.case == _ONCE_POOLED else row for row in rows)
-        return cls(rows, content["about"], content["reliability"], content["diagnosis"])
+        intervals = {(c, r, m): (number(a), number(b)) for c, r, m, a, b in content.get("pooled_intervals", ())}
+        return cls(rows, content["about"], content["reliability"], content["diagnosis"], intervals)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
@@ -189,9 +214,15 @@ class Results:
             raise DataError(f"cannot be read ({error})", where=str(path), expected="a results.json of segcal") from None
 
     def to_csv(self, path: str | Path) -> None:
-        """The tidy rows as CSV; pooled rows have no case."""
+        """The tidy rows as CSV; pooled rows have no case, and their 95% interval in ``low`` and ``high``."""
+        ends = [
+            self.pooled_intervals.get((row.channel, row.region, row.metric), ()) if row.case is POOLED else ()
+            for row in self.rows
+        ]
+        shown = [["" if math.isnan(end) else end for end in own] or ["", ""] for own in ends]
         with atomic_path(Path(path)) as temporary, temporary.open("w", newline="") as file:
-            csv.writer(file).writerows([Row._fields, *self.rows])
+            csv.writer(file).writerow([*Row._fields, "low", "high"])
+            csv.writer(file).writerows([*row, *own] for row, own in zip(self.rows, shown, strict=True))
 
 
 def mean_over_channels(channels: Sequence[Sequence[Row]]) -> list[Row]:

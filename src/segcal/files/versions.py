@@ -9,5 +9,5 @@ SEGCAL = version("segcal")
 #: ``results.json`` of ``segcal compare``.
 STUDY = ("segcal.Study", 1)
 #: ``results.json`` of ``segcal evaluate``. Since version 2, pooled rows have no case and rows count missed classes;
-#: since 3, rows have a channel.
-RESULTS = ("segcal.Results", 3)
+#: since 3, rows have a channel; since 4, pooled values have intervals.
+RESULTS = ("segcal.Results", 4)

@@ -10,9 +10,9 @@ all methods and metrics at once, and a matrix product gives the means. All repli
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,16 +26,18 @@ __all__ = [
     "FEW_GROUPS",
     "Interval",
     "PairedDifference",
+    "Pooled",
     "bootstrap_interval",
     "hierarchical_bootstrap",
     "mean_over_repeats",
     "paired_difference",
+    "pooled_intervals",
     "standard_error",
 ]
 
 #: With fewer groups, bootstrap intervals are clearly too narrow.
 FEW_GROUPS = 8
-# Weights drawn at a time; they take three copies of 16 MB.
+# Weights drawn, or sums computed, at a time; they take three copies of 16 MB.
 _CHUNK = 2**21
 
 
@@ -194,6 +196,71 @@ def bootstrap_interval(values: Sequence[float], **options: Unpack[BootstrapOptio
     return float(result.low), float(result.high)
 
 
+class Pooled(NamedTuple):
+    """A value of sums over cases, such as the ECE of all voxels.
+
+    Attributes:
+        sums: What each case adds, ``(cases, ...)``; zeros where a case has nothing to add.
+        value: From sums ``(n, ...)`` to n values, NaN where one is undefined.
+        error: Whether the value adds up absolute gaps, and so is larger than the truth on average.
+    """
+
+    sums: FloatArray
+    value: Callable[[FloatArray], FloatArray]
+    error: bool = False
+
+
+def pooled_intervals(columns: Sequence[Pooled], **options: Unpack[BootstrapOptions]) -> FloatArray:
+    """Bootstrap intervals of pooled values, ``(columns, 2)``: draw cases or groups, add up their sums, take the value.
+
+    The interval runs between the (1 -+ level)/2 quantiles of the replicates v*, which are the draws of
+    ``bootstrap_interval``. NaN if fewer than two groups add anything.
+
+    An ``error`` of a sum of gaps is biased upward, as noise of either sign adds to it, and that of a replicate has the
+    noise of the cases and that of the draw. So with b = max(0, mean v* - v), the bias that the draw added, the interval
+    of an error is ``[max(0, low - 2 b), high - b]``: replicates are taken back by b, and the lower end once more, as v
+    itself has a bias like b. Where the error is large against its noise, b is 0 and these are the quantiles.
+    ``benchmarks/pooled.py`` counts how often the truth is inside.
+
+    Args:
+        columns: Of the same cases.
+        **options: ``groups``, ``replicates``, ``level`` and ``seed`` of ``hierarchical_bootstrap``.
+
+    Examples:
+        >>> sums = np.array([[4.0, 10.0], [1.0, 10.0], [9.0, 30.0], [2.0, 10.0]])  # wrong voxels, voxels
+        >>> (low, high), = pooled_intervals([Pooled(sums, lambda total: total[:, 0] / total[:, 1])])
+        >>> bool(low < 16 / 60 < high)
+        True
+    """
+    replicates, level = options.get("replicates", 2000), options.get("level", 0.95)
+    found = np.full((len(columns), 2), np.nan)
+    if not columns:
+        return found
+    group = checked_groups(options.get("groups"), len(columns[0].sums))
+    sums = [arrays.sum_by_group(column.sums.reshape(len(group), -1), group) for column in columns]
+    values = np.empty((len(columns), replicates))
+    start = 0
+    for weights in _weights([len(sums[0])], replicates, options.get("seed", 0)):
+        for column, own, into in zip(columns, sums, values, strict=True):
+            step = max(1, _CHUNK // max(1, own.shape[1]))
+            for first in range(0, len(weights), step):
+                some = weights[first : first + step]
+                total = _weighted(some, own).reshape(len(some), *column.sums.shape[1:])
+                into[start + first : start + first + len(some)] = column.value(total)
+        start += len(weights)
+    for k, (column, own) in enumerate(zip(columns, sums, strict=True)):
+        if np.sum(own.any(1)) < 2:
+            continue
+        low, high = (float(_quantile(values[k, :, None], (1 + side * level) / 2)[0]) for side in (-1, 1))
+        if column.error:
+            with np.errstate(invalid="ignore"):
+                total = np.asarray(column.sums.sum(0, keepdims=True))
+            bias = max(0.0, float(arrays.mean(values[k], 0)[0]) - float(column.value(total)[0]))
+            low, high = max(0.0, low - 2 * bias), high - bias
+        found[k] = low, high
+    return found
+
+
 def standard_error(values: Sequence[float], *, groups: Sequence[str] | None = None) -> float:
     """Standard error of the mean over cases; cases of one group are not independent.
 
@@ -242,28 +309,41 @@ def _replicate_means(values: FloatArray, groups: IntArray, replicates: int, seed
     numbered = [start + group for start, group in zip(before[:-1], own, strict=True)]
     unit = np.concatenate([np.zeros(0, np.int64), *numbered])
     found = values[tested]  # (tested cases of all repeats, entries), repeat after repeat
-    parts = (np.where(np.isfinite(found), found, 0.0), ~np.isnan(found), found == np.inf, found == -np.inf)
-    sums, counts, *infinite = (arrays.sum_by_group(part.astype(np.float64), unit) for part in parts)
+    there = ~np.isnan(found)
+    sums, counts = (arrays.sum_by_group(part.astype(np.float64), unit) for part in (np.where(there, found, 0.0), there))
     means: FloatArray = np.full((replicates, values.shape[2]), np.nan)
     held: IntArray = np.asarray(np.sum(counts > 0, axis=0, dtype=np.int64))
     if not sizes:
         return means, held
+    start = 0
+    for weights in _weights(sizes, replicates, seed):
+        means[start : start + len(weights)] = arrays.ratio(_weighted(weights, sums), weights @ counts)
+        start += len(weights)
+    return means, held
+
+
+def _weights(sizes: Sequence[int], replicates: int, seed: int) -> Iterator[FloatArray]:
+    """How often each unit occurs in every replicate, ``(some replicates, units)``; ``sizes`` has units by repeat."""
     random = np.random.default_rng(seed)
     repeats = random.multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), replicates)
     # The chunks must not depend on the number of entries, or one more method would change the draws of all.
-    step = max(1, _CHUNK // len(sums))
+    step = max(1, _CHUNK // sum(sizes))
     for start in range(0, replicates, step):
         chosen = repeats[start : start + step]
         # k_r times n_r draws of a unit.
         draws = [random.multinomial(chosen[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(sizes)]
-        weights = np.concatenate(draws, axis=1, dtype=np.float64)
-        total = weights @ sums
-        for sign, there in zip((1, -1), infinite, strict=True):
-            if there.any():  # In a product, 0 times infinity would be NaN.
-                with np.errstate(invalid="ignore"):
-                    total += np.where(weights @ there > 0, sign * np.inf, 0.0)
-        means[start : start + step] = arrays.ratio(total, weights @ counts)
-    return means, held
+        yield np.concatenate(draws, axis=1, dtype=np.float64)
+
+
+def _weighted(weights: FloatArray, sums: FloatArray) -> FloatArray:
+    """``weights @ sums``, where 0 times infinity is 0."""
+    total: FloatArray = weights @ np.where(np.isfinite(sums), sums, 0.0)
+    for infinity in (np.inf, -np.inf):
+        there = (sums == infinity) | np.isnan(sums)  # NaN is a sum of opposite infinities.
+        if there.any():
+            with np.errstate(invalid="ignore"):
+                total += np.where(weights @ there > 0, infinity, 0.0)
+    return total
 
 
 def _quantile(means: FloatArray, probability: float) -> FloatArray:

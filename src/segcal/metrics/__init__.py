@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from segcal.metrics import calibration, equal_mass, segmentation, surfaces
+from segcal.metrics import calibration, decomposition, equal_mass, segmentation, surfaces
 from segcal.metrics.calibration import *
+from segcal.metrics.decomposition import *
 from segcal.metrics.equal_mass import *
 from segcal.metrics.measure import *
 from segcal.metrics.measure import MetricSpec as MetricSpec
@@ -47,6 +48,10 @@ METRICS: dict[str, MetricSpec] = {
         MetricSpec("ba-ece", calibration.ba_ece, "Boundary-aware ECE", needs=("distance",)),
         MetricSpec("ece-wrong", calibration.ece_wrong, "ECE, mispredicted"),
         MetricSpec("ece-right", calibration.ece_right, "ECE, correct"),
+        MetricSpec("nll-calibration", decomposition.nll_calibration, "NLL, calibration part"),
+        MetricSpec(
+            "brier-calibration", decomposition.brier_calibration, "Brier score, calibration part", needs=_CLASSWISE
+        ),
         MetricSpec("smece", calibration.smece, "Smooth ECE"),
         MetricSpec("dsc", segmentation.dsc, "Dice", better="higher", quality=True),
         MetricSpec("miou", segmentation.miou, "Mean IoU", better="higher", quality=True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,8 @@ from scipy.fft import dct, idct
 
 from segcal.errors import InputError, check_name
 from segcal.kernels import FINE_BINS
-from segcal.kernels.tally import Total
-from segcal.metrics.measure import Measure
-from segcal.metrics.reliability import class_grid, reliability
+from segcal.metrics.measure import Measure, divided
+from segcal.metrics.reliability import class_bins, reliability
 from segcal.regions import BANDS
 from segcal.statistics import EVERYTHING, Region, VoxelStatistics
 
@@ -118,8 +117,13 @@ def ece(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
         >>> round(ece(stats), 4)
         0.3808
     """
+    return _error(stats, region, ece_gaps(stats, num_bins=num_bins, region=region))
+
+
+def ece_gaps(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> NDArray[np.float64]:
+    """Sums of confidence minus correctness in every bin: ``ece`` is the sum of their absolute values, per voxel."""
     bins = reliability(stats, num_bins, region=region)
-    return Measure.ratio(float(np.abs(bins.confidence - bins.correct).sum()), int(bins.count.sum()))
+    return bins.confidence - bins.correct
 
 
 def mce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> Measure:
@@ -163,9 +167,16 @@ def sce(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHI
         >>> round(sce(stats), 4)
         0.5
     """
+    return _error(stats, region, sce_gaps(stats, num_bins=num_bins, region=region, divide=divide))
+
+
+def sce_gaps(
+    stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING, divide: bool = False
+) -> NDArray[np.float64]:
+    """The gaps of ``sce``, as ``ece_gaps``."""
     total = stats.total(region)
     gaps = total.predicted_confidence.sum(1) - total.predicted_count[:, 1]
-    return _classwise_error(stats, total, gaps, num_bins, divide)
+    return class_bins(stats, gaps, num_bins).reshape(-1) / (stats.num_classes if divide else 1)
 
 
 def cece(
@@ -182,9 +193,17 @@ def cece(
         >>> round(cece(stats), 4)
         0.5
     """
+    return _error(stats, region, cece_gaps(stats, num_bins=num_bins, region=region, reduction=reduction))
+
+
+def cece_gaps(
+    stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING, reduction: Reduction = "mean"
+) -> NDArray[np.float64]:
+    """The gaps of ``cece``, as ``ece_gaps``."""
     check_name("reduction", reduction, get_args(Reduction))
     total = stats.total(region)
-    return _classwise_error(stats, total, total.class_confidence - total.class_positive, num_bins, reduction == "mean")
+    gaps = class_bins(stats, total.class_confidence - total.class_positive, num_bins)
+    return gaps.reshape(-1) / (stats.num_classes if reduction == "mean" else 1)
 
 
 def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -231,20 +250,31 @@ def ba_ece(stats: VoxelStatistics, *, region: Region = EVERYTHING, bands: Sequen
         >>> round(ba_ece(stats, bands=("near", "far")), 4)
         0.357
     """
-    outer = (region,) if isinstance(region, str) else tuple(region)
-    weighted, weights, used = 0.0, 0.0, 0
+    sums = ba_ece_sums(stats, region=region, bands=bands)
+    return Measure(float(ba_ece_value(sums)), int(np.sum(sums[:, 3] > 0)))
+
+
+def ba_ece_sums(
+    stats: VoxelStatistics, *, region: Region = EVERYTHING, bands: Sequence[str] = BANDS
+) -> NDArray[np.float64]:
+    """Of every band ``(bands, 4)``: confidence minus correctness, voxels, finite distances, how many of these."""
+    outer, rows = (region,) if isinstance(region, str) else tuple(region), []
     for band in bands:
         total = stats.total((*outer, band))
         count = int(total.top_count.sum())
         distance_sum, finite, given = (float(value) for value in total.distance)
         if given < count:
             raise InputError("some voxels came without a distance", fix="pass distance= to VoxelStatistics.update")
-        if finite:
-            weight = 1 / (distance_sum / finite + 1)
-            weighted += weight * abs(float(total.top_confidence.sum()) - int(total.top_count[1].sum())) / count
-            weights += weight
-            used += 1
-    return Measure(weighted / weights if used else math.nan, used)
+        rows.append([float(total.top_confidence.sum()) - int(total.top_count[1].sum()), count, distance_sum, finite])
+    return np.array(rows)
+
+
+def ba_ece_value(sums: NDArray[np.float64], **_: Any) -> NDArray[np.float64]:
+    """``ba_ece`` of sums ``(..., bands, 4)``."""
+    gap, count, distance, finite = np.moveaxis(sums, -1, 0)
+    there = finite > 0
+    weight = there / (distance / np.maximum(finite, 1) + 1)
+    return divided((weight * np.abs(gap) / np.maximum(count, 1)).sum(-1), weight.sum(-1))
 
 
 def smece(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
@@ -292,8 +322,21 @@ def free_energy_std(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> M
     """
     total = stats.total(region)
     count = int(total.confusion.sum())
-    mean, mean_square = (Measure.ratio(float(value), count) for value in total.energy)
-    return Measure(math.sqrt(max(0.0, mean_square - mean**2)) if count else math.nan, count)
+    return Measure(float(spread(np.array([count, *total.energy]))), count)
+
+
+def energy_sums(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> NDArray[np.float64]:
+    """Voxels, and the sums of the free energy and of its square, from the origin 0, which all cases share."""
+    total, shift = stats.total(region), stats.energy_shift
+    count, (first, second) = int(total.confusion.sum()), total.energy
+    return np.array([count, first + count * shift, second + 2 * shift * first + count * shift**2])
+
+
+def spread(sums: NDArray[np.float64], **_: Any) -> NDArray[np.float64]:
+    """The standard deviation from count, sum and sum of squares ``(..., 3)``."""
+    count, first, second = np.moveaxis(sums, -1, 0)
+    variance = divided(second, count) - divided(first, count) ** 2
+    return np.sqrt(np.maximum(0.0, variance))
 
 
 def _mean_loss(stats: VoxelStatistics, region: Region, column: int) -> Measure:
@@ -301,13 +344,9 @@ def _mean_loss(stats: VoxelStatistics, region: Region, column: int) -> Measure:
     return Measure.ratio(float(total.losses[:, column].sum()), int(total.confusion.sum()))
 
 
-def _classwise_error(
-    stats: VoxelStatistics, total: Total, gaps: NDArray[np.float64], num_bins: int, divide: bool
-) -> Measure:
-    """The sum over classes and equal-width bins of |gap| per voxel, from gaps ``(C, M)``; ``divide`` divides by C."""
-    starts = np.searchsorted(class_grid(stats).coarse(num_bins), np.arange(num_bins))
-    errors = float(np.abs(np.add.reduceat(gaps, starts, axis=-1)).sum())
-    return Measure.ratio(errors / (stats.num_classes if divide else 1), int(total.confusion.sum()))
+def _error(stats: VoxelStatistics, region: Region, gaps: NDArray[np.float64]) -> Measure:
+    """The sum of absolute gaps, per voxel."""
+    return Measure.ratio(float(np.abs(gaps).sum()), stats.count(region))
 
 
 def _gaps(stats: VoxelStatistics, num_bins: int, region: Region) -> NDArray[np.float64]:

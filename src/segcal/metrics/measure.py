@@ -7,11 +7,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 __all__ = ["Aggregation", "Measure", "MetricSpec"]
 
 Better = Literal["lower", "higher", "zero", "neither"]
 Aggregation = Literal["per-image", "pooled"]
 Absent = Literal["nan", "one"]  # the value of classes that occur neither in the labels nor in the prediction
+
+
+def divided(part: NDArray[np.float64], whole: NDArray[Any]) -> NDArray[np.float64]:
+    """``part / whole`` of arrays of one shape, NaN where the whole is not above 0."""
+    result = np.full(np.shape(whole), np.nan)
+    np.divide(part, whole, out=result, where=whole > 0)
+    return result
 
 
 class Measure(float):

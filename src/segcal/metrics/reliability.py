@@ -111,6 +111,13 @@ def class_grid(statistics: VoxelStatistics) -> BinGrid:
     return statistics.class_grid
 
 
+def class_bins(statistics: VoxelStatistics, fine: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
+    """Sums ``(C, num_bins, ...)`` in equal-width bins of values ``(C, M, ...)`` of the per-class histograms."""
+    starts = np.searchsorted(class_grid(statistics).coarse(num_bins), np.arange(num_bins))
+    coarse: NDArray[np.float64] = np.add.reduceat(fine, starts, axis=1)
+    return coarse
+
+
 def _of_predicted(total: Total, bins: NDArray[np.int64], num_bins: int, predicted: int) -> Reliability:
     count, confidence = total.predicted_count[predicted], total.predicted_confidence[predicted]
     return _gathered(bins, num_bins, count.sum(0), confidence.sum(0), count[1])

@@ -6,7 +6,7 @@ prediction is undefined: NaN, left out of means (``absent="one"`` counts it as 1
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,15 @@ def miou(
     return _mean(stats, _ratio(hits, confusion.sum(0) + confusion.sum(1) - hits, absent), background)
 
 
+def overlap_sums(
+    stats: VoxelStatistics, *, region: Region = EVERYTHING, background: bool = True, **_: Any
+) -> NDArray[np.float64]:
+    """``TP`` and ``2 TP + FP + FN`` of the classes that ``dsc`` and ``miou`` average, ``(classes, 2)``."""
+    confusion = stats.total(region).confusion
+    sums = np.stack((np.diagonal(confusion), confusion.sum(0) + confusion.sum(1)), 1).astype(np.float64)
+    return _kept(stats, sums, background)
+
+
 def accuracy(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:
     """Share of voxels with the right label.
 
@@ -112,7 +121,12 @@ def flip(stats: VoxelStatistics, *, region: Region = EVERYTHING, kind: Flips = "
 
 def _mean(stats: VoxelStatistics, values: NDArray[np.float64], background: bool) -> Measure:
     """The mean over classes ``(C,)``."""
-    return Measure.mean(values if background or stats.background is None else np.delete(values, stats.background))
+    return Measure.mean(_kept(stats, values, background))
+
+
+def _kept(stats: VoxelStatistics, values: NDArray[np.float64], background: bool) -> NDArray[np.float64]:
+    """The values of the classes ``(C, ...)`` that a mean is over."""
+    return values if background or stats.background is None else np.delete(values, stats.background, axis=0)
 
 
 def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64], absent: Absent) -> NDArray[np.float64]:
