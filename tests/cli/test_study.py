@@ -44,3 +44,17 @@ def test_rows_are_sorted_by_the_criterion_and_shifted_data_have_a_table_each(mon
     for entry in study["shift"]:
         assert f"Shifted: {entry['name']}" in text
     assert text.count("NLL minus ts (95%)") == len(study["shift"])
+
+
+def test_pooled_ece_stands_beside_ece_where_there_is_room(monkeypatch, tmp_path):
+    study = document()
+    for row in study["summary"]:
+        row |= {"pooled_low": 0.9 * row["pooled"], "pooled_high": 1.2 * row["pooled"]}
+    head, *lines = printed(study, monkeypatch, tmp_path).splitlines()[1:]
+    assert head.index("ECE (95%)") < head.index("pooled ECE (95%)") < head.index("Boundary")
+    row = next(row for row in study["summary"] if row["metric"] + row["region"] == "eceeverything")
+    line = next(line for line in lines if row["method"] in line)
+    assert f"{row['pooled']:.4f} {row['pooled_low']:.4f}-{row['pooled_high']:.4f}" in line
+    assert "pooled ECE" not in printed(study, monkeypatch, tmp_path, width=80)
+    del row["pooled_low"], row["pooled_high"]  # as in a study of an earlier version
+    assert f"{row['pooled']:.4f}" in printed(study, monkeypatch, tmp_path)

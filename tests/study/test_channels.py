@@ -49,7 +49,7 @@ def means(rows, key="mean"):
 def test_every_channel_is_studied_as_if_it_were_alone(study, parts):
     assert [entry["name"] for entry in study.document["channels"]] == list(parts)
     entry, alone = study.document["channels"][1], compare(parts["tumour"], **OPTIONS).document
-    for key in ("mean", "low", "high", "pooled"):
+    for key in ("mean", "low", "high", "pooled", "pooled_low", "pooled_high"):
         assert means(entry["summary"], key) == means(alone["summary"], key)
     for method, found in alone["diagnosis"].items():
         assert study.document["diagnosis"][method]["channels"]["tumour"] == found

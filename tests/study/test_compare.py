@@ -98,6 +98,30 @@ def test_results_are_those_of_fitting_and_evaluating_by_hand():
     assert study.document["splits"][0]["test"] == list(split.test.ids)
 
 
+def test_pooled_values_of_one_repeat_have_the_intervals_of_an_evaluation_and_scores_are_split():
+    cases = small(12)
+    settings = {"tune": "none", "metrics": ("nll", "ece"), "regions": ("everything", "boundary")}
+    study = compare(cases, ("ts",), 1, fractions=(0.3, 0.2, 0.5), **settings)
+    test = cases.select(study.document["splits"][0]["test"])
+    parts = ("nll", "nll-calibration", "brier", "brier-calibration", "ece")
+    results = evaluate(test, metrics=parts, regions=settings["regions"])
+    for row in study.document["summary"]:
+        if row["method"] == "uncalibrated":
+            expected = results.pooled_intervals["", row["region"], row["metric"]]
+            assert (row["pooled_low"], row["pooled_high"]) == pytest.approx(expected, rel=1e-12)
+            assert row["pooled"] == pytest.approx(results.value(row["metric"], row["region"]), rel=1e-12)
+    scores = {(row["method"], row["score"]): row for row in study.document["scores"]}
+    assert len(scores) == 4
+    for (method, score), row in scores.items():
+        assert row["calibration"] + row["refinement"] == pytest.approx(row["pooled"], rel=1e-12)
+        if method == "uncalibrated":
+            assert row["pooled"] == pytest.approx(results.value(score), rel=1e-12)
+            assert row["calibration"] == pytest.approx(results.value(f"{score}-calibration"), rel=1e-12)
+            expected = results.pooled_intervals["", "everything", f"{score}-calibration"]
+            assert (row["low"], row["high"]) == pytest.approx(expected, rel=1e-12)
+    assert scores["ts", "nll"]["calibration"] < scores["uncalibrated", "nll"]["calibration"]
+
+
 def test_the_recommended_calibrator_is_fitted_to_calibration_and_validation(tmp_path):
     cases = small()
     study = compare(cases, ("ts",), 1, **QUICK, output=tmp_path)
@@ -108,7 +132,11 @@ def test_the_recommended_calibrator_is_fitted_to_calibration_and_validation(tmp_
     assert load(tmp_path / "calibrator.safetensors").temperature == pytest.approx(expected.temperature, rel=1e-6)
     written = Study.from_json(tmp_path / "results.json")
     assert written == study
-    assert (tmp_path / "tables.csv").read_text().startswith("method,region,metric,mean,low,high,n,pooled\n")
+    assert (
+        (tmp_path / "tables.csv")
+        .read_text()
+        .startswith("method,region,metric,mean,low,high,n,pooled,pooled_low,pooled_high\n")
+    )
     assert r"\toprule" in (tmp_path / "tables.tex").read_text()
 
 

@@ -29,7 +29,11 @@ def evaluation(values, flips=(0, 0, 0), compared=0):
     bins = {"top": {"count": [1, 3], "confidence": [0.4, 2.7], "correct": [0, 3]}, "classes": []}
     bands = dict.fromkeys(("band-0-3", "band-3-7", "band-7-15", "band-15-inf"), bins)
     rows += [Row(case, band, "nll", 2.0, 4 * (case == first)) for band in bands for case in values]
-    return Evaluation(tuple(rows), {"counted": list(values)}, {"everything": bins, **bands})
+    # Every case has 100 voxels; Dice is that of one class.
+    sums = np.array([[[100 * own[k], 100.0] for own in values.values()] for k in range(3)])
+    overlap = (sums[1] / [2, 1])[:, None]
+    kept = dict(zip((("", region, metric) for metric, region in COLUMNS), (sums[0], overlap, sums[2]), strict=True))
+    return Evaluation(tuple(rows), {"counted": list(values)}, {"everything": bins, **bands}, sums=kept)
 
 
 def study(repeats=2, cases=8, seed=0):
@@ -57,6 +61,26 @@ def test_means_are_over_cases_of_means_over_repeats():
     assert row["n"] == len(by_case)
     assert row["low"] < row["mean"] < row["high"]
     assert row["pooled"] == 0.5
+
+
+def test_pooled_intervals_draw_cases_and_average_repeats():
+    repeats = study(repeats=3, cases=12)
+    table = summarise.Table.of(repeats, COLUMNS)
+    rows = {(row["method"], row["metric"]): row for row in summarise.summary(table, repeats, 0)}
+    tested = sorted({case for found in repeats for case in found["b"].values("nll")})
+    random, means = np.random.default_rng(5), []
+    for _ in range(10_000):
+        drawn = [tested[index] for index in random.integers(0, len(tested), len(tested))]
+        # Cases are equally large: the pooled value of a repeat is the mean over those of its cases that were drawn.
+        own = [
+            [found["b"].values("nll")[case] for case in drawn if case in found["b"].values("nll")] for found in repeats
+        ]
+        means.append(np.mean([np.mean(values) for values in own if values]))
+    row = rows["b", "nll"]
+    span = row["pooled_high"] - row["pooled_low"]
+    expected = np.quantile(means, [0.025, 0.975])
+    assert [row["pooled_low"], row["pooled_high"]] == pytest.approx(expected, abs=0.06 * span)
+    assert rows["uncalibrated", "dsc"]["pooled_low"] < rows["uncalibrated", "dsc"]["pooled_high"]
 
 
 def test_the_same_repeat_twice_is_no_more_evidence_than_once():

@@ -28,6 +28,8 @@ from segcal.study.settings import FLIPS, STUDY_METRICS, UNCALIBRATED, Preserve, 
 _METRICS = ",".join(STUDY_METRICS)
 # Metrics of the tables. Methods are sorted by the first, by which they are also chosen.
 _SHOWN = ("nll", "ece", "ba-ece")
+# From this width of the terminal on, there is room for the pooled ECE.
+_ROOMY = WIDE + 24
 _TONES = {"plain": "bold", "worse": "bold red"}
 
 
@@ -182,12 +184,15 @@ def _method_table(study: Study) -> tuple[Table, list[str]]:
     flips = {row["method"]: row for row in document["flips"]}
     methods = {method["key"]: method for method in document["methods"]}
     shown = _known(summary, _SHOWN)
-    table = _metric_table(study, shown, "labels moved")
+    pooled = "ece" in shown and (not out.is_terminal or out.width >= _ROOMY)
+    table = _metric_table(study, shown, "labels moved", pooled=pooled)
     for key in _sorted(methods, summary, shown):
         if methods[key]["status"] == "failed":
-            table.add_row(f"[red]{escape(key)}[/]", *["failed"] * len(shown), "")
+            table.add_row(f"[red]{escape(key)}[/]", *["failed"] * (len(shown) + pooled), "")
             continue
         cells = [_cell(summary[key, metric], _verdict(differences, key, metric)) for metric in shown]
+        if pooled:
+            cells.insert(shown.index("ece") + 1, _cell(_pooled(summary[key, "ece"]), None))
         same = methods[key]["same_as"]
         name = _name(study, key) + (f" [dim](is {escape(same)} here)[/]" if same else "")
         changed = sum(flips[key][kind] for kind in FLIPS)
@@ -195,6 +200,7 @@ def _method_table(study: Study) -> tuple[Table, list[str]]:
     notes = ["* recommended, chosen by NLL on the validation cases"]
     bins = {metric["bins"] for metric in document["metrics"] if metric["id"] in shown and metric.get("bins")}
     notes += [f"ECE uses {count} bins" for count in bins]
+    notes += ["pooled: all test voxels together; else means over test cases"] if pooled else []
     if any(_verdict(differences, key, metric) == "worse" for key in methods for metric in shown):
         notes.append("! worse than uncalibrated: the 95% interval of the paired difference excludes 0")
     return table, [*notes, _costs(study)]
@@ -241,9 +247,13 @@ def _known(summary: Rows, metrics: Sequence[str]) -> list[str]:
     return [metric for metric in metrics if any(metric == known for _, known in summary)]
 
 
-def _metric_table(study: Study, shown: Sequence[str], *more: str) -> Table:
+def _metric_table(study: Study, shown: Sequence[str], *more: str, pooled: bool = False) -> Table:
+    """An empty table of the metrics; ``pooled`` adds a column for the pooled value beside ECE."""
     titles = {metric["id"]: metric["name"] for metric in study.document["metrics"]}
-    table = new_table("method", *(f"{titles[metric]} (95%)" for metric in shown), *more, left=("method",))
+    heads = [f"{titles[metric]} (95%)" for metric in shown]
+    if pooled:
+        heads.insert(shown.index("ece") + 1, "pooled ECE (95%)")
+    table = new_table("method", *heads, *more, left=("method",))
     table.columns[0].no_wrap = True
     return table
 
@@ -270,6 +280,11 @@ def _costs(study: Study) -> str:
     costs = [f"{key} {own['fit_seconds']:.1f} s, {own['peak_memory_mb']:,.0f} MB" for key, own in fitted.items()]
     whole = f"the whole study {timings['total_seconds']:.0f} s"
     return f"fitting: {'; '.join(costs)}; {whole}" if costs else whole
+
+
+def _pooled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The pooled value in place of the mean. Studies of earlier versions have no interval of it."""
+    return {"mean": row["pooled"], "low": row.get("pooled_low"), "high": row.get("pooled_high")}
 
 
 def _cell(row: Mapping[str, Any], verdict: object, form: str = ".4f") -> str:

@@ -6,14 +6,13 @@ and the classwise grid.
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from segcal.files.plain import packed, unpacked
 from segcal.kernels.grid import BinGrid
 
 Counts = NDArray[np.int64]
@@ -67,22 +66,12 @@ class Tally(NamedTuple):
 
     def packed(self) -> dict[str, dict[str, Any]]:
         """The arrays as JSON-able values, exact to the bit."""
-        found = {}
-        for name, array in self._asdict().items():
-            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            data = base64.b64encode(zlib.compress(little.tobytes(), 1)).decode("ascii")
-            found[name] = {"dtype": little.dtype.str, "shape": list(array.shape), "zlib": data}
-        return found
+        return {name: packed(array) for name, array in self._asdict().items()}
 
     @classmethod
-    def unpacked(cls, packed: Mapping[str, Mapping[str, Any]]) -> Tally:
+    def unpacked(cls, content: Mapping[str, Mapping[str, Any]]) -> Tally:
         """The inverse of ``packed``."""
-        arrays = {}
-        for name, own in packed.items():
-            data = zlib.decompress(base64.b64decode(own["zlib"]))
-            array: NDArray[Any] = np.frombuffer(data, np.dtype(own["dtype"])).reshape(own["shape"])
-            arrays[name] = array.astype(array.dtype.newbyteorder("="))
-        return cls(**arrays)
+        return cls(**{name: unpacked(own) for name, own in content.items()})
 
 
 class Total:

@@ -33,7 +33,7 @@ from segcal.study.advice.advise import advise
 from segcal.study.advice.choice import REFERENCE, Shift, by_method, mean_and_error
 from segcal.study.results.browser import Place, write_browser
 from segcal.study.results.study import Study
-from segcal.study.settings import BIN_COUNTS, ECE, NLL, UNCALIBRATED, Settings, resolve_methods, variant_of
+from segcal.study.settings import BIN_COUNTS, ECE, NLL, SCORES, UNCALIBRATED, Settings, resolve_methods, variant_of
 from segcal.study.splits import corrupted_sets, given_sets, split_cases
 from segcal.study.summary import voxels
 from segcal.study.summary.table import Columns, Table, differences, mean, rankings, same_maps, summary
@@ -160,6 +160,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
         "summary": summary(table, test, settings.seed),
         "differences": differences(table, settings.seed),
         **rankings(table.part(columns)),
+        "scores": _scores(run, test),
         "flips": voxels.flips(test),
         "reliability": voxels.reliability(test, (EVERYTHING, *settings.regions)),
         "bands": voxels.bands(test, "voxel" if run.cases[0].spacing is None else "mm") if settings.bands else [],
@@ -220,6 +221,26 @@ def _value_rows(run: Run, test: Repeats, columns: Columns) -> dict[str, list[Row
                 if count:
                     pooled.append({**row, "value": value, "count": count})
     return {"cases": cases, "pooled": pooled}
+
+
+def _scores(run: Run, test: Repeats) -> list[Row]:
+    """Pooled NLL and Brier score of every method: the calibration part, its interval, and the refinement."""
+    table = _table(run.cases, test, SCORES, {})
+    rows = {(row["method"], row["metric"]): row for row in summary(table, test, run.settings.seed)}
+    return [
+        {
+            "method": method,
+            "score": score,
+            "pooled": rows[method, score]["pooled"],
+            "calibration": part["pooled"],
+            "low": part["pooled_low"],
+            "high": part["pooled_high"],
+            "refinement": rows[method, score]["pooled"] - part["pooled"],
+        }
+        for method in table.methods
+        for score in ("nll", "brier")
+        for part in (rows[method, f"{score}-calibration"],)
+    ]
 
 
 def _shift(run: Run, same: Mapping[str, str]) -> tuple[list[Row], list[Shift], list[str]]:

@@ -26,6 +26,13 @@ STUDY_METRICS = (*DEFAULT_METRICS, "flip")
 FLIPS = ("harmful", "beneficial", "neutral")
 #: Columns that every advice needs, whatever metrics were asked for.
 NLL, ECE = ("nll", EVERYTHING), ("ece", EVERYTHING)
+#: Scores that the report splits into calibration and refinement, and the metrics of their calibration parts.
+SCORES = (
+    ("nll", EVERYTHING),
+    ("nll-calibration", EVERYTHING),
+    ("brier", EVERYTHING),
+    ("brier-calibration", EVERYTHING),
+)
 #: Numbers of bins of the sensitivity study.
 BIN_COUNTS = (5, 10, 15, 20, 30, 50, 100)
 _CHOICES = {"tune": Tune, "select": Select, "preserve": Preserve, "pooling": Pooling, "sensitivity": Sensitivity}
@@ -107,7 +114,7 @@ class Settings:
     def measured(self) -> list[Column]:
         """These columns, and those that the advice, the pictures and the sensitivity study need."""
         more = [Column("flip", options={"kind": kind}) for kind in FLIPS]
-        more += [Column("ece"), Column("nll")]
+        more += [Column("ece"), *(Column(metric) for metric, _ in SCORES)]
         if "bins" in self.sensitivity:
             more += [Column("ece", options={"num_bins": count}) for count in BIN_COUNTS]
         if self.bands:

@@ -65,7 +65,7 @@ class Study:
         return found
 
     def summary(self, metric: str, region: str = EVERYTHING) -> list[dict[str, Any]]:
-        """Mean, 95% interval and pooled value of a metric for every method."""
+        """Mean and pooled value of a metric for every method, with their 95% intervals."""
         rows = [row for row in self.document["summary"] if (row["metric"], row["region"]) == (metric, region)]
         if not rows:
             known = sorted({f"{row['metric']} in {row['region']}" for row in self.document["summary"]})
@@ -94,12 +94,13 @@ class Study:
 
 
 def csv_text(document: Mapping[str, Any]) -> str:
-    """Method, region, metric, mean, interval, number of cases and pooled value.
+    """Method, region, metric, mean, interval, number of cases, pooled value and its interval.
 
     For multi-label data also the channel; rows without one are means over the channels.
     """
     channels = document.get("channels") or ()
-    columns = ["method", "region", "metric", "mean", "low", "high", "n", "pooled", *(["channel"] if channels else [])]
+    columns = ["method", "region", "metric", "mean", "low", "high", "n", "pooled", "pooled_low", "pooled_high"]
+    columns += ["channel"] if channels else []
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from segcal import inference
 from segcal.evaluation.plan import metric_spec, parse_metric
+from segcal.evaluation.pooled import pooled_of
 from segcal.metrics import MetricSpec
 from segcal.study.settings import UNCALIBRATED
 from segcal.study.work.run import Repeats
@@ -61,7 +62,7 @@ class Table:
     ) -> Table:
         """Collect the values of all tested cases. Methods that are the same map get the same values."""
         methods = tuple(repeats[0])
-        tested = sorted({case for found in repeats for case in found[methods[0]].values(*columns[0])})
+        tested = _tested(repeats, columns)
         place = {case: index for index, case in enumerate(tested)}
         values = np.full((len(repeats), len(tested), len(methods), len(columns)), np.nan)
         for r, found in enumerate(repeats):
@@ -88,9 +89,15 @@ class Table:
         return np.where(better == "higher", -1, 1) * np.where(better == "zero", np.abs(values), values)
 
 
+def _tested(repeats: Repeats, columns: Columns) -> list[str]:
+    """The cases that any repeat tests."""
+    return sorted({case for found in repeats for case in next(iter(found.values())).values(*columns[0])})
+
+
 def summary(table: Table, repeats: Repeats, seed: int) -> list[dict[str, Any]]:
-    """Mean over cases with its 95% interval, and the mean over repeats of the pooled value."""
+    """Mean over cases with its 95% interval, and the mean over repeats of the pooled value with its own."""
     found = inference.hierarchical_bootstrap(table.values[None], groups=table.groups, seed=seed)
+    pooled = _pooled_intervals(table, repeats, seed)
     return [
         {
             "method": method,
@@ -101,10 +108,33 @@ def summary(table: Table, repeats: Repeats, seed: int) -> list[dict[str, Any]]:
             "high": float(found.high[m, k]),
             "n": int(found.count[m, k]),
             "pooled": mean([own[method].pooled(metric, region)[0] for own in repeats]),
+            "pooled_low": pooled.get((method, metric, region), (math.nan, math.nan))[0],
+            "pooled_high": pooled.get((method, metric, region), (math.nan, math.nan))[1],
         }
         for m, method in enumerate(table.methods)
         for k, (metric, region) in enumerate(table.columns)
     ]
+
+
+def _pooled_intervals(table: Table, repeats: Repeats, seed: int) -> dict[tuple[str, str, str], FloatArray]:
+    """The intervals of pooled values by method, metric and region.
+
+    A replicate draws cases, or groups, and takes the pooled value of those that each repeat tests, then the mean over
+    the repeats.
+    """
+    place = {case: index for index, case in enumerate(_tested(repeats, table.columns))}
+    found: dict[tuple[str, str, str], inference.Pooled] = {}
+    for method in table.methods:
+        for metric, region in table.columns:
+            own = [each[method].case_sums(metric, region) for each in repeats]
+            if own[0] is None:
+                continue
+            sums = np.zeros((len(place), len(repeats), *own[0][1].shape[1:]))
+            for repeat, (cases, values) in enumerate(one for one in own if one is not None):
+                sums[[place[case] for case in cases], repeat] = values
+            found[method, metric, region] = pooled_of(metric, sums)
+    intervals = inference.pooled_intervals(list(found.values()), groups=table.groups, seed=seed)
+    return dict(zip(found, intervals, strict=True))
 
 
 def differences(table: Table, seed: int, baseline: str = UNCALIBRATED) -> list[dict[str, Any]]:

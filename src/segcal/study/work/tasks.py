@@ -18,6 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.cases import CaseSet
@@ -25,6 +28,7 @@ from segcal.errors import SegcalError, WorkerError
 from segcal.evaluation.evaluate import evaluate_many
 from segcal.evaluation.plan import Plan
 from segcal.evaluation.results import POOLED, Results
+from segcal.files.plain import packed, unpacked
 from segcal.files.versions import RESULTS
 from segcal.metrics import Column
 from segcal.parallel.workers import worker_pool
@@ -160,6 +164,12 @@ def peak_memory() -> float:
 class Evaluation(Results):
     """One method on one set of cases. ``about`` has the cases ``counted`` in the voxel counts, and the ``seconds``."""
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Evaluation:
+        """The evaluation that ``stored`` wrote."""
+        sums = {(channel, region, metric): unpacked(own) for channel, region, metric, own in content.get("sums", ())}
+        return replace(super().from_dict(content), sums=sums)
+
     @cached_property
     def by_channel(self) -> dict[str, Evaluation]:
         """The same for each channel of multi-label data; empty for other data."""
@@ -179,6 +189,14 @@ class Evaluation(Results):
         """The pooled value and its count; NaN and 0 if the metric has none."""
         row = self._columns["", region, metric].get(POOLED)
         return (math.nan, 0) if row is None else (row.value, row.count)
+
+    def case_sums(self, metric: str, region: str = EVERYTHING) -> tuple[list[str], NDArray[np.float64]] | None:
+        """The cases, and what each adds to the pooled value, by channel if there are several; None if not kept."""
+        own = [self.sums.get((channel, region, metric)) for channel in self.channels or ("",)]
+        kept = [sums for sums in own if sums is not None]
+        if not kept:
+            return None
+        return list(self.values(metric, region)), np.stack(kept, 1) if self.channels else kept[0]
 
     def counted(self, metric: str, region: str = EVERYTHING) -> tuple[float, int]:
         """A mean over voxels as a sum, and its count, over the cases that this repeat counts."""
@@ -237,8 +255,7 @@ class Group(NamedTuple):
             results = evaluate_many(plan, cases, some, workers=workers, progress=callback, counted=self.counted)
             about = {"counted": list(self.counted), "seconds": (time.perf_counter() - started) / len(some)}
             for method, own in results.items():
-                document = _without_cases(own, about).to_dict()
-                found[method] = store.write("evaluation", self.key(method), document)
+                found[method] = store.write("evaluation", self.key(method), stored(own, about))
 
         plan = Plan.make(self.columns, (), seed=self.seed, background=self.part.background)
         cases = variant_of(self.part, self.variant)
@@ -265,11 +282,15 @@ class Group(NamedTuple):
         return {method: Evaluation.from_dict(document) for method, document in found.items()}, failures
 
 
-def _without_cases(results: Results, about: Mapping[str, Any]) -> Results:
-    """Results with this ``about``, and without the reliability data of single cases, which a study does not show."""
+def stored(results: Results, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Results with this ``about``, with what each case adds to pooled values, as a study needs them again.
+
+    Without the reliability data of single cases, which a study does not show.
+    """
 
     def short(bins: Mapping[str, Any]) -> dict[str, Any]:
         return {region: {name: own[name] for name in ("top", "classes")} for region, own in bins.items()}
 
     bins = {name: short(results.reliability[name]) for name in results.channels} or short(results.reliability)
-    return replace(results, reliability=bins, about={"channels": results.channels, **about})
+    short_results = replace(results, reliability=bins, about={"channels": results.channels, **about})
+    return {**short_results.to_dict(), "sums": [[*key, packed(own)] for key, own in results.sums.items()]}
