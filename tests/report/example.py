@@ -139,7 +139,8 @@ def _numbers(result, chosen, measured, regions, hardness, random):
                 means[key] = mean
                 result["summary"].append({"method": key, "region": region, "metric": metric, "mean": mean,
                                           "low": mean - half, "high": mean + half, "n": len(values),
-                                          "pooled": 0.97 * mean})  # fmt: skip
+                                          "pooled": 0.97 * mean, "pooled_low": 0.97 * mean - half,
+                                          "pooled_high": 0.97 * mean + half})  # fmt: skip
                 if key != "uncalibrated":
                     change = mean - means["uncalibrated"]
                     result["differences"].append(
@@ -154,6 +155,11 @@ def _numbers(result, chosen, measured, regions, hardness, random):
                  "mean_rank": {key: 1 + 0.9 * i for i, key in enumerate(order)}, "critical_difference": 2.3,
                  "groups": [order[i : i + 3] for i in range(0, len(order) - 2, 2)]}
             )  # fmt: skip
+    result["scores"] = [
+        {"method": key, "score": score, "pooled": whole + part * left, "calibration": part * left,
+         "low": 0.9 * part * left, "high": 1.1 * part * left, "refinement": whole}
+        for key, _, _, _, _, left, _ in chosen for score, whole, part in (("nll", 0.41, 0.12), ("brier", 0.17, 0.023))
+    ]  # fmt: skip
     result["sum_rank"] = {m[0]: 10.0 + 3 * i for i, m in enumerate(chosen[::-1])}
     result["flips"] = [
         {"method": m[0], "compared": 40_000_000, "harmful": int(1e6 * m[6] * 30), "beneficial": int(1e6 * m[6] * 12),

@@ -45,8 +45,10 @@ def bare(folder):
     study["recommendation"].update(method=None, best="uncalibrated", sentences=[], caveats=[], file=None)
     study.update(reliability=[], bands=[], diagnosis={}, ranks=[], sum_rank={}, warnings=[], shift=None, flips=[])
     study.update(sensitivity={}, cases=[], fits=[], timings={})
+    del study["scores"]  # as in a study of an earlier version
     for row in study["summary"]:
         row.update(mean=None, low=None, high=None, pooled=None)
+        del row["pooled_low"], row["pooled_high"]
     (folder / "results.json").write_text(json.dumps(study))
     return study
 

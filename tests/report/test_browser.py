@@ -3,13 +3,15 @@
 Without Chromium these tests skip; where ``SEGCAL_REQUIRE_CHROMIUM=1`` they fail instead.
 """
 
+import json
 import re
 
 import pytest
 import torch
 
-from report.example import HOSTILE
+from report.example import HOSTILE, write
 from report.pages import keys, means, opened, scroll_to_end
+from segcal.report import write_report
 from segcal.study.results.browser import _classes
 
 
@@ -37,8 +39,8 @@ def test_sections_come_in_order(browser, reports):
     with opened(browser, reports("volumes")[0]) as page:
         ids = page.locator("main > section").evaluate_all("all => all.map((each) => each.id)")
         assert ids == [
-            "top", "methods", "reliability", "boundary", "tradeoff", "cases", "browser", "diagnosis", "statistics",
-            "shift", "sensitivity", "definitions",
+            "top", "methods", "pooled", "reliability", "boundary", "tradeoff", "cases", "browser", "diagnosis",
+            "statistics", "shift", "sensitivity", "definitions",
         ]  # fmt: skip
         links = page.locator("nav a").evaluate_all("all => all.map((each) => each.hash.slice(1))")
         assert links == ids
@@ -74,6 +76,46 @@ def test_the_headline_says_what_how_and_how_sure(browser, reports):
         for method in ("uncalibrated", "cms-op"):
             assert f"{rows[method]['mean']:.4f}" in text
             assert f"{rows[method]['low']:.4f} to {rows[method]['high']:.4f}" in text
+
+
+def test_pooled_values_stand_beside_those_per_case_and_scores_add_up(browser, reports):
+    address, study = reports("volumes")
+    with opened(browser, address) as page:
+        table = page.locator("#pooled table")
+        heads = [head.split("\n") for head in table.locator("thead th").all_inner_texts()]
+        assert heads == [["Method"], ["ECE", "per case"], ["ECE", "pooled"],
+                         *(["NLL", part] for part in ("pooled", "calibration", "refinement")),
+                         *(["Brier score", part] for part in ("pooled", "calibration", "refinement"))]  # fmt: skip
+        cells = [cell.split("\n") for cell in table.locator("tbody tr").nth(1).locator("td").all_inner_texts()]
+        row = next(
+            r for r in study["summary"] if (r["method"], r["region"], r["metric"]) == ("ts", "everything", "ece")
+        )
+        for (value, interval), names in zip(
+            cells, (("mean", "low", "high"), ("pooled", "pooled_low", "pooled_high")), strict=False
+        ):
+            assert value == f"{row[names[0]]:.4f}"
+            assert interval == f"{row[names[1]]:.4f} to {row[names[2]]:.4f}"
+        for whole, calibration, refinement in (cells[2:5], cells[5:8]):
+            assert float(whole[0]) == pytest.approx(float(calibration[0]) + float(refinement[0]), abs=1.1e-4)
+            assert [len(whole), len(calibration), len(refinement)] == [1, 2, 1]
+        text = page.locator("#pooled").inner_text()
+        assert "right or wrong on all of it in one case" in text
+        assert "calibration plus refinement" in text
+        line = f"Pooled over all voxels: {0.97 * means(study, 'ece')['uncalibrated']:.4f} ("
+        assert line in page.locator("#top").inner_text()
+
+
+def test_a_study_of_an_earlier_version_shows_pooled_values_without_intervals(browser, tmp_path):
+    study = write(tmp_path, cases=8, methods=3, metrics=2, pictures=False)
+    del study["scores"]
+    for row in study["summary"]:
+        del row["pooled_low"], row["pooled_high"]
+    (tmp_path / "results.json").write_text(json.dumps(study))
+    with opened(browser, write_report(tmp_path).as_uri()) as page:
+        cells = page.locator("#pooled tbody tr").first.locator("td").all_inner_texts()
+        assert [len(cell.split("\n")) for cell in cells] == [2, 1]
+        assert "refinement" not in page.locator("#pooled").inner_text()
+        assert re.search(r"Pooled over all voxels: [\d.]+, then [\d.]+\.", page.locator("#top").inner_text())
 
 
 @pytest.mark.parametrize(("column", "field"), [("parameters", "parameters"), ("value", "mean"), ("name", "name")])

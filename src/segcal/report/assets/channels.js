@@ -15,13 +15,8 @@ function channelsSection() {
   const cell = (method, { rowOf, decimals, best }) => {
     const row = rowOf(method);
     if (!row) return html("td", {}, "–");
-    const mean = fixed(row.mean, decimals);
-    return html(
-      "td",
-      { class: mean === best ? "best" : "" },
-      html("span", {}, mean),
-      html("span", { class: "fine" }, `${fixed(row.low, decimals)} to ${fixed(row.high, decimals)}`),
-    );
+    const marked = fixed(row.mean, decimals) === best ? "best" : "";
+    return html("td", { class: marked }, withRange(decimals, row.mean, row.low, row.high));
   };
   return section(
     "channels",

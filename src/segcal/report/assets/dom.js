@@ -110,6 +110,12 @@ function gridTable({ label, caption, kind, heads, rows }) {
   );
 }
 
+// A value with its interval below, if it has one.
+function withRange(decimals, value, low, high) {
+  const range = Number.isNaN(numeric(low)) ? null : `${fixed(low, decimals)} to ${fixed(high, decimals)}`;
+  return [html("span", {}, fixed(value, decimals)), range && html("span", { class: "fine" }, range)];
+}
+
 // A wide table scrolls in its own box; the page does not.
 function scrolling(label, content) {
   return html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, content);

@@ -162,6 +162,7 @@ function numberCard(metric, own) {
       { class: "fine" },
       own ? `95% intervals ${range(before)}, then ${range(now)}.` : `95% interval ${range(before)}.`,
     ),
+    metric === "ece" ? pooledLine(own ? [before, now] : [before], decimals) : null,
     count
       ? html(
           "p",
@@ -172,6 +173,14 @@ function numberCard(metric, own) {
         )
       : null,
   );
+}
+
+// The means are over cases; studies of earlier versions have no interval of the pooled value.
+function pooledLine(rows, decimals) {
+  const text = ({ pooled, pooled_low: low, pooled_high: high }) =>
+    fixed(pooled, decimals) + (Number.isNaN(numeric(low)) ? "" : ` (${fixed(low, decimals)} to ${fixed(high, decimals)})`);
+  if (rows.some(({ pooled }) => Number.isNaN(numeric(pooled)))) return null;
+  return html("p", { class: "fine" }, `Pooled over all ${voxels}: ${rows.map(text).join(", then ")}.`);
 }
 
 function improved(metric, before, now) {

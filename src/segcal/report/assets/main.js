@@ -3,6 +3,7 @@ const SECTIONS = [
   [headlineSection, "Summary"],
   [methodsSection, "Methods"],
   [channelsSection, "Channels"],
+  [pooledSection, "Pooled"],
   [reliabilitySection, "Reliability"],
   [bandsSection, "Boundary"],
   [tradeoffSection, "Trade-off"],

@@ -86,9 +86,9 @@ function columnsOf({ metric, region }) {
     {
       id: "pooled",
       title: "Pooled",
-      hint: `All ${voxels} of all cases together.`,
+      hint: `All ${voxels} of all cases together, with the 95% interval.`,
       value: (method) => badness(metric, row(method)?.pooled),
-      cell: (method) => fixed(row(method)?.pooled, decimals),
+      cell: (method) => withRange(decimals, row(method)?.pooled, row(method)?.pooled_low, row(method)?.pooled_high),
     },
     {
       id: "keeps",
