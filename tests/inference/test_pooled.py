@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.reference import inference as reference
 
+from segcal.errors import InputError
 from segcal.inference import Pooled, bootstrap, bootstrap_interval, pooled_intervals
 
 
@@ -101,3 +102,17 @@ def test_an_infinite_sum_is_infinite_only_in_the_replicates_that_have_it():
     sums[0, 0] = math.inf
     ((low, high),) = pooled_intervals([Pooled(sums, ratio)])
     assert (low, high) == (pytest.approx(0.2), math.inf)
+
+
+def test_wrong_options_are_named():
+    sums, names = example()
+    for options, says in (
+        ({"level": 95}, "level is 95"),
+        ({"replicates": 0}, "replicates"),
+        ({"seed": -1}, "seed"),
+        ({"groups": names[:3]}, "groups has shape"),
+    ):
+        with pytest.raises(InputError, match=says):
+            pooled_intervals([Pooled(sums, gaps)], **options)
+    with pytest.raises(InputError, match="columns of 3, 30 cases"):
+        pooled_intervals([Pooled(sums, gaps), Pooled(sums[:3], gaps)])

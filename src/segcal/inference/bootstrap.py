@@ -130,10 +130,7 @@ def hierarchical_bootstrap(
         '0.105 [0.085, 0.130] of 6'
     """
     array = checked(values, "values", ("repeats", "cases"), trailing=True)
-    check_whole("replicates", replicates, 1)
-    check_seed(seed)
-    if not 0 < level < 1:
-        raise InputError(f"level is {level}", expected="between 0 and 1, for example 0.95")
+    _check(replicates, level, seed)
     estimate, count = arrays.mean(array, axis=(0, 1))
     group = checked_groups(groups, array.shape[1])
     found = _replicate_means(array.reshape(*array.shape[:2], -1), group, replicates, seed)
@@ -232,15 +229,18 @@ def pooled_intervals(columns: Sequence[Pooled], **options: Unpack[BootstrapOptio
         >>> bool(low < 16 / 60 < high)
         True
     """
-    replicates, level = options.get("replicates", 2000), options.get("level", 0.95)
+    replicates, level, seed = options.get("replicates", 2000), options.get("level", 0.95), options.get("seed", 0)
+    _check(replicates, level, seed)
     found = np.full((len(columns), 2), np.nan)
     if not columns:
         return found
+    if len(cases := {len(column.sums) for column in columns}) > 1:
+        raise InputError(f"columns of {', '.join(map(str, sorted(cases)))} cases", expected="the same cases in each")
     group = checked_groups(options.get("groups"), len(columns[0].sums))
     sums = [arrays.sum_by_group(column.sums.reshape(len(group), -1), group) for column in columns]
     values = np.empty((len(columns), replicates))
     start = 0
-    for weights in _weights([len(sums[0])], replicates, options.get("seed", 0)):
+    for weights in _weights([len(sums[0])], replicates, seed):
         for column, own, into in zip(columns, sums, values, strict=True):
             step = max(1, _CHUNK // max(1, own.shape[1]))
             for first in range(0, len(weights), step):
@@ -294,6 +294,13 @@ def mean_over_repeats(values: ArrayLike) -> FloatArray:
         array([0.2, 0.4, nan])
     """
     return arrays.mean(checked(values, "values", ("repeats", "cases"), trailing=True), axis=0)[0]
+
+
+def _check(replicates: int, level: float, seed: int) -> None:
+    check_whole("replicates", replicates, 1)
+    check_seed(seed)
+    if not 0 < level < 1:
+        raise InputError(f"level is {level}", expected="between 0 and 1, for example 0.95")
 
 
 def _replicate_means(values: FloatArray, groups: IntArray, replicates: int, seed: int) -> tuple[FloatArray, IntArray]:

@@ -49,12 +49,12 @@ def brier_calibration(stats: VoxelStatistics, *, num_bins: int = 15, region: Reg
 
     Examples:
         >>> import torch
-        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
-        >>> round(brier_calibration(stats), 4)
-        0.79
+        >>> even = torch.zeros(4, 2)
+        >>> [brier_calibration(VoxelStatistics(2).update(even, torch.tensor(y))) for y in ([0, 0, 1, 1], [0, 0, 0, 0])]
+        [0.0, 0.5]
     """
-    sums = class_sums(stats, num_bins=num_bins, region=region)
-    return Measure(float(brier_calibration_value(sums)), stats.count(region))
+    value = brier_calibration_value(class_sums(stats, num_bins=num_bins, region=region))
+    return Measure(float(value), stats.count(region))
 
 
 def top_sums(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> FloatArray:
