@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError, check_name
-from segcal.kernels import AffineMap, Voxels
+from segcal.kernels import Voxels
 from segcal.kernels.reference import refine
 from segcal.kernels.tally import Counts, Sums
 from segcal.metrics.measure import Measure
@@ -98,17 +98,12 @@ class SecondPass:
             mine += more
         return self
 
-    def update(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        *,
-        ignore_index: int | None = 255,
-        mask: Tensor | None = None,
-        score_map: AffineMap | None = None,
-    ) -> SecondPass:
-        """Add voxels, the same ones as in the first pass; see ``segcal.statistics.VoxelStatistics.update``."""
-        voxels = Voxels(logits, labels, ignore_index=ignore_index, mask=mask, score_map=score_map)
+    def update(self, logits: Tensor, labels: Tensor, *, ignore_index: int | None = 255, **options: Any) -> SecondPass:
+        """Add voxels, the same ones as in the first pass.
+
+        The options ``mask`` and ``score_map`` are those of ``VoxelStatistics.update``.
+        """
+        voxels = Voxels(logits, labels, ignore_index=ignore_index, **options)
         return self._add(refine(voxels, self.grid, self.cells))
 
     def merge(self, other: SecondPass) -> SecondPass:
