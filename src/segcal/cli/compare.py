@@ -40,7 +40,7 @@ def compare_command(
     ] = Path("report"),
     methods: Annotated[
         str, Option(help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".")
-    ] = "ts,lts-ti,cms-op",
+    ] = "trust,ts,lts-ti,cms-op",
     layout: Layout = None,
     labels: Labels = None,
     repeats: Annotated[

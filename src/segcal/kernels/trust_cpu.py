@@ -105,7 +105,7 @@ def odds(rest: Tensor, correction: Tensor | None, maps: tuple[Tensor, Tensor], s
     """Log-odds of the winner ``(N, *spatial)`` float32; ``known (N,)`` is how far each image is judged by the maps."""
     x = rest.contiguous().flatten(1).numpy()
     added = x if correction is None else correction.contiguous().flatten(1).numpy()
-    tables, out = tuple(own.numpy() for own in maps), np.empty(x.shape, np.float32)
+    tables, out = tuple(own.cpu().numpy() for own in maps), np.empty(x.shape, np.float32)
 
     def work(start: int, stop: int, _: int) -> None:
         for n, judged in enumerate(known.tolist()):

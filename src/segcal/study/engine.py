@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 def compare(
     cases: CaseSet,
-    methods: str | Sequence[str] = ("ts", "lts-ti", "cms-op"),
+    methods: str | Sequence[str] = ("trust", "ts", "lts-ti", "cms-op"),
     repeats: int | None = None,
     *,
     output: str | Path | None = None,

@@ -131,7 +131,7 @@ def test_members_disagreement_is_a_feature_and_its_gain_is_said():
 # -- unusual data ------------------------------------------------------------------------------------------------------
 
 
-def fit_tensors(z, y, **options):
+def assert_valid_fit(z, y, **options):
     calibrator = TrustCalibration().fit(z, y, **options)
     p = calibrator.predict_proba(z)
     assert torch.isfinite(p).all()
@@ -148,37 +148,42 @@ def random_logits(*shape, seed=0):
 
 def test_no_wrong_voxel():
     z = random_logits(9, 4, 20, 24)
-    assert "no voxel is wrong" in notes_of(fit_tensors(z, z.argmax(1)))
+    assert "no voxel is wrong" in notes_of(assert_valid_fit(z, z.argmax(1)))
 
 
 def test_all_wrong():
     z = random_logits(9, 4, 20, 24)
-    fit_tensors(z, (z.argmax(1) + 1) % 4)
+    q = assert_valid_fit(z, (z.argmax(1) + 1) % 4).trust_map(z)
+    torch.testing.assert_close(q, torch.full_like(q, 0.25), atol=1e-4, rtol=0)  # as little as the winner can have
 
 
 def test_a_fold_without_wrong_voxels():
     z = random_logits(8, 4, 20, 24)
     y = z.argmax(1)
     y[0] = (y[0] + 1) % 4  # wrong in one image only
-    fit_tensors(z, y)
+    assert "of 480 wrong voxels" in notes_of(assert_valid_fit(z, y))
 
 
 def test_one_class_is_all_there_is():
     z = random_logits(9, 4, 20, 24)
-    fit_tensors(z, torch.zeros(9, 20, 24, dtype=torch.int64))
+    p = assert_valid_fit(z, torch.zeros(9, 20, 24, dtype=torch.int64)).predict_proba(z)
+    lost = z.argmax(1) != 0
+    others = p[:, 1:].movedim(1, -1)[lost].sort(1).values[:, :2]  # without the winner
+    assert (p[:, 0][lost] >= others[:, 1] - 1e-5).all()  # the first of the losers, or level with them
+    assert p[:, 0][lost].mean() > 1.02 * others.mean()
 
 
 def test_classes_never_predicted_and_never_true():
     z = random_logits(9, 5, 20, 24)
     z[:, 3] -= 100.0
     y = torch.randint(3, (9, 20, 24), generator=torch.Generator().manual_seed(1))
-    fit_tensors(z, y)
+    assert (assert_valid_fit(z, y).predict_proba(z)[:, 3] < 0.02).all()
 
 
 def test_images_without_a_valid_voxel():
     z, y = random_logits(10, 4, 20, 24), torch.randint(4, (10, 20, 24), generator=torch.Generator().manual_seed(1))
     y[2:4] = 255
-    fit_tensors(z, y)
+    assert_valid_fit(z, y)
     with pytest.raises(InputError, match="no valid voxel"):
         TrustCalibration().fit(z, torch.full_like(y, 255))
 
@@ -186,39 +191,40 @@ def test_images_without_a_valid_voxel():
 def test_all_valid_voxels_in_one_fold():
     z, y = random_logits(9, 4, 20, 24), torch.full((9, 20, 24), 255)
     y[0] = torch.randint(4, (20, 24), generator=torch.Generator().manual_seed(1))
-    fit_tensors(z, y)
+    assert not assert_valid_fit(z, y).network.last.any()  # no network has anything to learn from
 
 
 @pytest.mark.parametrize("shape", [(9, 4, 3, 3), (9, 4, 1, 1), (9, 4, 1, 5, 6), (40, 4)])
 def test_images_smaller_than_the_windows(shape):
     y = torch.randint(4, (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(1))
-    fit_tensors(random_logits(*shape), y)
+    assert assert_valid_fit(random_logits(*shape), y).fit_report.voxels_used == y.numel()
 
 
 def test_impossible_classes_stay_impossible():
     z = random_logits(9, 4, 20, 24)
     z[:, 2, :, :12] = -torch.inf
     y = torch.randint(2, (9, 20, 24), generator=torch.Generator().manual_seed(1))
-    assert (fit_tensors(z, y).predict_proba(z)[:, 2, :, :12] == 0).all()
+    assert (assert_valid_fit(z, y).predict_proba(z)[:, 2, :, :12] == 0).all()
 
 
 def test_logits_of_ten_thousand():
     y = torch.randint(4, (9, 20, 24), generator=torch.Generator().manual_seed(1))
     certain = 1e4 * (y[:, None] == torch.arange(4)[:, None, None])
-    fit_tensors(torch.where(torch.arange(24) < 12, certain, random_logits(9, 4, 20, 24) + 1e4), y)
+    z = torch.where(torch.arange(24) < 12, certain, random_logits(9, 4, 20, 24) + 1e4)
+    assert (assert_valid_fit(z, y).trust_map(z)[..., :12] == 1).all()  # nothing else is possible there
 
 
 def test_two_classes():
     z = random_logits(9, 2, 20, 24)
     y = (torch.rand(9, 20, 24, generator=torch.Generator().manual_seed(1)) < z.softmax(1)[:, 1] ** 0.5).long()
-    assert "two classes" in notes_of(fit_tensors(z, y))
+    assert "two classes" in notes_of(assert_valid_fit(z, y))
 
 
 def test_many_classes_have_biases_or_one_temperature(tmp_path):
     for classes, said in ((150, "biases and no matrices"), (300, "one temperature and no matrices")):
         z = random_logits(9, classes, 12, 14)
         y = torch.randint(classes, (9, 12, 14), generator=torch.Generator().manual_seed(1))
-        calibrator = fit_tensors(z, y)
+        calibrator = assert_valid_fit(z, y)
         assert said in notes_of(calibrator)
         calibrator.save(tmp_path / "trust.safetensors")
         assert torch.equal(load(tmp_path / "trust.safetensors")(z), calibrator(z))

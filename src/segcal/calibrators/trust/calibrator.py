@@ -18,7 +18,7 @@ from segcal.calibrators.trust.network import SMALLEST_SCALE, TrustNetwork, held_
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
 from segcal.calibrators.trust.tiles import Images, Tile, tiles
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, naming
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.limits import BETA, COUNT, SHARE, Limits
 from segcal.fitting.measured import compared
@@ -270,11 +270,9 @@ class TrustCalibration(Calibrator):
         return self._log_probs(logits, None)
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
-        try:
+        with naming(case=case.id):
             for tile in tiles(Images.of_case(case), self.beta):
                 yield tile.rows, self._finish(tile)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
 
     def trust_map(self, logits: Tensor | Sequence[Tensor]) -> Tensor:
         """q, the probability that each prediction is right ``(N, *spatial)``, in float32 at least.

@@ -16,7 +16,8 @@ from segcal.calibrators.trust.network import Sample, TrustNetwork
 from segcal.calibrators.trust.rising import OddsHistogram, apply_rising
 from segcal.calibrators.trust.tiles import Images, Tile, tiles
 from segcal.cases import CaseSet
-from segcal.errors import InputError, SegcalError
+from segcal.errors import InputError, naming
+from segcal.fitting.data import check_voxels
 from segcal.fitting.first_pass import check_possible
 from segcal.types import Case, FloatArray
 
@@ -57,11 +58,9 @@ def fold_of(cases: CaseSet, seed: int) -> dict[str, int] | None:
 def tiles_of(cases: CaseSet, beta: Tensor) -> Iterator[tuple[Case, Tile, Valid]]:
     """Every case, and its tiles with their valid voxels; raises where labels or logits are invalid."""
     for case in cases:
-        try:
+        with naming(case=case.id):
             for tile in tiles(Images.of_case(case), beta):
                 yield case, tile, _valid(case, tile)
-        except SegcalError as error:
-            raise error.at(case=case.id) from None
         del case
 
 
@@ -121,8 +120,7 @@ def survey(cases: CaseSet, beta: Tensor, folds: dict[str, int] | None, seed: int
             torch.full((len(kept),), fold), torch.full((len(kept),), len(mistaken) / max(1, len(kept))).double(),
         ))  # fmt: skip
         voxels, mistakes = voxels + len(right), mistakes + len(mistaken)
-    if not voxels:
-        raise InputError("no valid voxel", expected="labels that are neither ignored nor masked")
+    check_voxels(voxels)
     sample = Sample(*(torch.cat(column) for column in zip(*samples, strict=True)))
     logits, labels, own_folds, weights = (torch.cat(column) for column in zip(*wrong, strict=True))
     mistakes_drawn = WrongVoxels(logits, labels, own_folds.numpy(), weights.numpy())
