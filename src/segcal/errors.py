@@ -107,6 +107,18 @@ class WorkerError(SegcalError):
         )
 
 
+class RankError(SegcalError):
+    """Another process of a torchrun job ended or cannot be reached."""
+
+    def __init__(self, rank: int, world: int, detail: str) -> None:
+        super().__init__(
+            f"rank {rank} of {world} lost another rank, which ended or cannot be reached ({detail})",
+            where="torchrun",
+            fix="see what that rank and torchrun say; if it was killed, memory may have run out: start fewer ranks on "
+            "a machine. Commands with --resume continue where they stopped",
+        )
+
+
 class MissingExtraError(SegcalError, ImportError):
     """A library behind an optional extra is not installed."""
 

@@ -1,5 +1,6 @@
 """Work in several processes: told of as it goes on, and a clear error where one of them dies."""
 
+import operator
 import os
 import signal
 import subprocess
@@ -23,10 +24,10 @@ from worker_tasks import opened_only_by, scaled
 
 def test_results_come_in_order_progress_as_it_is_made_and_errors_as_they_are():
     told = []
-    assert in_workers(scaled, [(10, [1, 2]), (100, [3])], told.append) == [[10, 20], [300]]
+    assert in_workers(scaled, [(10, [1, 2]), (100, [3])], operator.add, told.append) == [10, 20, 300]
     assert sorted(told) == ["10", "20", "300"]
     with pytest.raises(InputError, match="nothing to scale"):
-        in_workers(scaled, [(10, [0])], told.append)
+        in_workers(scaled, [(10, [0])], operator.add, told.append)
 
 
 def deadly(cases):
@@ -62,7 +63,7 @@ def work(folder, progress):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    in_workers(work, [(folder,), (folder,)], lambda name: print(name, flush=True))
+    in_workers(work, [(folder,), (folder,)], max, lambda name: print(name, flush=True))
 """
 
 

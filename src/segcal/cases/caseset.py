@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
 from segcal.errors import InputError, SegcalError, check_name, check_seed
+from segcal.files.atomic import file_size
 from segcal.parallel.threads import torch_threads
 from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind, check_members, check_pooling, no_members
 
@@ -31,14 +33,21 @@ CHANNEL_CLASSES = ("outside", "inside")
 
 @dataclass(frozen=True)
 class CaseRef:
-    """A case that has not been opened: its name, and how to open it."""
+    """A case that has not been opened: its name, how to open it, and the files of its scores, if it has any."""
 
     id: str
     open: Callable[[], Case]
+    files: tuple[Path, ...] = ()
 
     def then(self, method: str, *arguments: Any) -> CaseRef:
         """The case that a method of this one returns."""
-        return CaseRef(self.id, partial(_open_and_call, self, method, *arguments))
+        return replace(self, open=partial(_open_and_call, self, method, *arguments))
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files, as this machine sees them; 0 without files, -1 if one is missing."""
+        sizes = [file_size(path) for path in self.files]
+        return -1 if None in sizes else sum(size or 0 for size in sizes)
 
 
 class Split(NamedTuple):
@@ -199,10 +208,21 @@ class CaseSet(Sequence[Case]):
         return replace(self, refs=tuple(ref.then("channel", index) for ref in self.refs), channel_names=None)
 
     def shard(self, rank: int, world: int) -> CaseSet:
-        """Every ``world``-th case from ``rank`` on: the share of process ``rank`` of ``world``."""
+        """The share of process ``rank`` of ``world``: shares are of nearly equal size in bytes, or in cases."""
         if not 0 <= rank < world:
             raise InputError(f"rank {rank} of world {world}", where="shard", expected="0 <= rank < world")
-        return self._keep(self.refs[rank::world])
+        return self.shards(world)[rank]
+
+    def shards(self, world: int) -> list[CaseSet]:
+        """The shares of all processes. The largest cases are dealt first, each to the share that has least so far."""
+        sizes = [max(ref.size, 1) for ref in self.refs]
+        shares: list[list[int]] = [[] for _ in range(world)]
+        totals = [(0, 0, rank) for rank in range(world)]
+        for index in sorted(range(len(self)), key=lambda index: -sizes[index]):
+            total, count, rank = heapq.heappop(totals)
+            shares[rank].append(index)
+            heapq.heappush(totals, (total + sizes[index], count + 1, rank))
+        return [self._keep([self.refs[index] for index in sorted(share)]) for share in shares]
 
     def split(
         self,

@@ -112,7 +112,7 @@ def case_set(found: Found) -> CaseSet:
         raise problem
     assert config.ignore_index is not None
     return CaseSet(
-        refs=tuple(CaseRef(files.id, partial(open_case, files, config)) for files in found.cases),
+        refs=tuple(CaseRef(files.id, partial(open_case, files, config), files.members) for files in found.cases),
         num_classes=first.num_classes,
         ignore_index=config.ignore_index,
         background=config.background_class(first.num_classes),

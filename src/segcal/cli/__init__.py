@@ -13,6 +13,7 @@ from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
+from segcal.cli.ranks import in_ranks
 from segcal.cli.train import convert_command, train_command
 from segcal.errors import SegcalError
 
@@ -40,7 +41,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert_command,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(stoppable(_command))
+    app.command(_name)(stoppable(in_ranks(_name, _command)))
 
 
 def main() -> None:

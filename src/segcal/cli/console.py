@@ -193,7 +193,7 @@ def stoppable(command: Callable[..., None]) -> Callable[..., None]:
                 stopped = True
         if stopped:
             gc.collect()  # Release the semaphores of worker processes, or Python would warn about them.
-            _leave(words)
+            leave(words)
 
     return run
 
@@ -218,8 +218,8 @@ def _ending_soon(words: str) -> Iterator[None]:
     """Ctrl-C stops the work, and ends the process if that takes too long."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, lambda number, frame: _leave(words))  # A second Ctrl-C ends it at once.
-        patience = threading.Timer(_PATIENCE, _leave, (words,))
+        signal.signal(signal.SIGINT, lambda number, frame: leave(words))  # A second Ctrl-C ends it at once.
+        patience = threading.Timer(_PATIENCE, leave, (words,))
         patience.daemon = True
         patience.start()
         raise KeyboardInterrupt
@@ -234,10 +234,10 @@ def _ending_soon(words: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _leave(words: str) -> None:
+def leave(words: str, code: int = STOPPED) -> None:
     """End this process at once: a normal exit would wait for running threads."""
     err.print(words, markup=False, soft_wrap=True)
     for console in (out, err):
         console.file.flush()
     sys.stdout.flush()
-    os._exit(STOPPED)
+    os._exit(code)

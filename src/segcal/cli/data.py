@@ -18,6 +18,7 @@ from segcal.cases.config import CONFIG_NAME
 from segcal.cases.formats import SCORE_FORMATS, split_suffix
 from segcal.cases.open import find_cases
 from segcal.cases.pack import StoredType
+from segcal.cases.shares import check_same
 from segcal.cli.console import err, new_table, out, progress, show_notes, show_table
 from segcal.errors import InputError, OutputError, check_seed
 from segcal.evaluation.check import GLANCE, CheckReport, check
@@ -70,8 +71,12 @@ def declared(layout: Layout, labels: Labels) -> dict[str, Any]:
 
 
 def open_data(data: Path, layout: Layout = None, labels: Labels = None, *, need_labels: bool = True) -> CaseSet:
-    """Open a dataset, and print its notes on standard error, for example files that belong to no case."""
+    """Open a dataset, and print its notes on standard error, for example files that belong to no case.
+
+    In a torchrun job, all ranks must see the same files.
+    """
     cases = open_cases(data, need_labels=need_labels, **declared(layout, labels))
+    check_same(cases)
     show_notes(cases.notes, err)
     return cases
 

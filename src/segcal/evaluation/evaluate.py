@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
+from segcal.cases.shares import in_shares
 from segcal.errors import InputError, check_whole, naming
 from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, reduced_rows, second_passes
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
@@ -24,8 +25,8 @@ from segcal.evaluation.pooled import case_sums, intervals, summed_columns
 from segcal.evaluation.results import POOLED, Results, Row, mean_over_channels
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
 from segcal.metrics.diagnosis import diagnose, diagnose_channels
+from segcal.parallel.ranks import Progress
 from segcal.parallel.threads import torch_threads
-from segcal.parallel.workers import Progress, in_workers
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import Case
 
@@ -62,7 +63,7 @@ def evaluate(
         masks: Regions of your own, by name: functions from a case to a bool mask ``(N, *spatial)``.
         exact: Find the edges of equal-mass bins (``ace-adaptive``, ``tace``) to the precision of float32, by reading
             every case a second time. In one pass they are within 1/4096 of the exact ones.
-        workers: Number of processes, which share the cases.
+        workers: Number of processes, which share the cases. In a torchrun job, its ranks share them instead.
         seed: Seed of the local patches, combined with the name of the case.
         progress: Called with the name of each case before it is read.
 
@@ -105,19 +106,12 @@ def evaluate_many(
     groups = cases.about_groups()  # A case without a group is an error before the work, not after it.
     for calibrator in calibrators.values():
         check_classes(cases, calibrator)
-    workers = min(workers, len(cases))
-    shares = [cases.shard(rank, workers) for rank in range(workers)]
     some = None if counted is None or set(counted) >= set(cases.ids) else frozenset(counted)
-    sums, *others = in_workers(_measure_share, [(share, plan, calibrators, some) for share in shares], progress)
-    for other in others:
-        for key, own in other.items():
-            sums[key].merge(own)
+    shared = partial(in_shares, workers=workers, progress=progress)
+    sums = shared(_measure_share, cases, plan, calibrators, some, merge=_merged)
     second = {key: second_passes(plan, plan.columns_of("pooled"), own.pooled) for key, own in sums.items()}
     if any(second.values()):
-        for share in in_workers(_second_share, [(share, plan, calibrators, second) for share in shares], progress):
-            for key, passes in share.items():
-                for column, one in passes.items():
-                    second[key][column].merge(one)
+        second = shared(_second_share, cases, plan, calibrators, second, merge=_merged_again)
     found = {key: _results(plan, cases, own, second[key]) for key, own in sums.items()}
     of_cases = None if groups is None else [groups["cases"][case] for case in cases.ids]
     about = {name: {**_about(plan, cases, own), "groups": groups} for name, own in calibrators.items()}
@@ -183,6 +177,19 @@ def _measure_share(
     return sums
 
 
+def _merged(mine: dict[_Key, _Sums], other: dict[_Key, _Sums]) -> dict[_Key, _Sums]:
+    for key, own in other.items():
+        mine[key].merge(own)
+    return mine
+
+
+def _merged_again(mine: dict[_Key, SecondPasses], other: dict[_Key, SecondPasses]) -> dict[_Key, SecondPasses]:
+    for key, passes in other.items():
+        for column, one in passes.items():
+            mine[key][column].merge(one)
+    return mine
+
+
 def _second_share(
     cases: CaseSet, plan: Plan, calibrators: _Calibrators, second: Mapping[_Key, SecondPasses], *, progress: Progress
 ) -> dict[_Key, SecondPasses]:
@@ -228,7 +235,7 @@ def _results(plan: Plan, cases: CaseSet, sums: _Sums, second: SecondPasses) -> R
             region: {
                 "top": _bins(sums.counted, region),
                 "classes": [_plain(bins) for bins in predicted_reliability(sums.counted, DEFAULT_BINS, region=region)],
-                "cases": {name: bins[region] for name, bins in sums.reliability.items()},
+                "cases": {name: sums.reliability[name][region] for name in cases.ids},
             }
             for region in (EVERYTHING, *sums.counted.regions)
         },

@@ -119,6 +119,14 @@ def file_state(path: Path) -> Any:
     return [path.name, about.st_size, about.st_mtime_ns]
 
 
+def file_size(path: Path) -> int | None:
+    """Bytes of a file, or of all files of a folder; None if it is missing."""
+    try:
+        return sum(file_size(item) or 0 for item in path.iterdir()) if path.is_dir() else path.stat().st_size
+    except OSError:
+        return None
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn the system's errors about a file that cannot be written into one clear error that names it."""

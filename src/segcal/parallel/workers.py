@@ -1,23 +1,28 @@
-"""Worker processes. They end with their parent, are killed when it stops, and a dead worker is a clear error."""
+"""Work that several processes share: the ranks of a torchrun job, or worker processes that this one starts.
+
+Workers end with their parent, are killed when it stops, and a dead worker is a clear error.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import reduce
 from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from segcal.errors import WorkerError
+from segcal.parallel.ranks import Progress, current_ranks, this_rank
 
-Progress = Callable[[str], None]
 _T = TypeVar("_T")
 # Seconds between two checks for progress of the workers.
 _INTERVAL = 0.2
@@ -52,26 +57,87 @@ def worker_pool(workers: int, queue: SimpleQueue[str] | None = None) -> Iterator
         raise
 
 
-def in_workers(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], progress: Progress) -> list[_T]:
-    """``function(*call, progress=...)`` for every call, each in its own process; a single call runs in this one."""
+def in_workers(
+    function: Callable[..., _T],
+    calls: Sequence[tuple[Any, ...]],
+    merge: Callable[[_T, _T], _T],
+    progress: Progress | None = None,
+) -> _T:
+    """``function(*call)`` for every call, each in its own process, merged; a single call runs in this one.
+
+    The processes are the ranks of the job, if there are any and they are free. With ``progress``, the function gets a
+    callback of that name. There may be at most as many calls as ``crew()`` says.
+    """
     if len(calls) == 1:
-        return [function(*calls[0], progress=progress)]
+        return function(*calls[0], **({} if progress is None else {"progress": progress}))
+    if (ranks := current_ranks()) is not None:
+        merged: _T = ranks.run(function, calls, merge, progress)
+        return merged
     queue: SimpleQueue[str] = multiprocessing.get_context("spawn").SimpleQueue()
     try:
         with worker_pool(len(calls), queue) as pool:
-            pending = futures = [pool.submit(_call, function, call) for call in calls]
+            pending = futures = [pool.submit(_call, function, call, progress is not None) for call in calls]
             while pending and not any(future.done() and future.exception() for future in futures):
                 pending = list(wait(pending, _INTERVAL, FIRST_EXCEPTION).not_done)
                 while not queue.empty():
+                    assert progress is not None
                     progress(queue.get())
-            return [future.result() for future in futures]
+            return reduce(merge, (future.result() for future in futures))
     except BrokenProcessPool:
         raise WorkerError() from None
 
 
-def _call(function: Callable[..., _T], call: tuple[Any, ...]) -> _T:
+def in_turn(
+    function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], workers: int, done: Callable[[int], None]
+) -> dict[int, _T | WorkerError]:
+    """``function(*call)`` for many calls, by number: a process that is free takes the next one.
+
+    ``done`` is called with the number of every call that is done. A call that kills its process gives a
+    ``WorkerError``; among the ranks of a job, that ends the job.
+    """
+    if (ranks := current_ranks()) is not None:
+        name = f"turns/{ranks.store.add('turns', 1)}"
+        shares = [(name, function, calls)] * ranks.world
+        return ranks.run(_take_turns, shares, operator.or_, lambda turn: done(int(turn)))  # type: ignore[no-any-return]
+    found: dict[int, _T | WorkerError] = {}
+
+    def keep(turn: int, answer: _T | WorkerError) -> None:
+        found[turn] = answer
+        done(turn)
+
+    if workers == 1:
+        for turn, call in enumerate(calls):
+            keep(turn, function(*call))
+    together = True
+    while left := [turn for turn in range(len(calls)) if turn not in found]:
+        # After a process died, the next call runs alone. If its process dies too, the call is at fault.
+        some = left if together else left[:1]
+        try:
+            # Each process has its share of torch's threads, however few calls are left.
+            with worker_pool(workers) as pool:
+                waiting = {pool.submit(function, *calls[turn]): turn for turn in some}
+                for future in as_completed(waiting):
+                    keep(waiting[future], future.result())
+        except BrokenProcessPool:
+            if not together:
+                keep(left[0], WorkerError())
+            together = not together
+    return found
+
+
+def _take_turns(
+    name: str, function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], *, progress: Progress
+) -> dict[int, _T]:
+    found = {}
+    for turn in this_rank().turns(name, len(calls)):
+        found[turn] = function(*calls[turn])
+        progress(str(turn))
+    return found
+
+
+def _call(function: Callable[..., _T], call: tuple[Any, ...], progress: bool) -> _T:
     assert _queue is not None
-    return function(*call, progress=_queue.put)
+    return function(*call, **({"progress": _queue.put} if progress else {}))
 
 
 @contextmanager

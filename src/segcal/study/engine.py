@@ -28,6 +28,7 @@ from segcal.files.folders import OwnFolder
 from segcal.files.plain import plain
 from segcal.files.versions import STUDY
 from segcal.metrics import Column, options_of
+from segcal.parallel.ranks import crew
 from segcal.statistics import EVERYTHING
 from segcal.study.advice.advise import advise
 from segcal.study.advice.choice import REFERENCE, Shift, by_method, mean_and_error
@@ -76,7 +77,8 @@ def compare(
         model: For ``shift``: from an image ``(1, channels, *spatial)`` to logits ``(1, C, *spatial)``, or to sigmoid
             logits ``(1, K, *spatial)`` of the channels of multi-label data.
         shift: Also test on photometric corruptions of the images (``segcal.training.shift``), mild and strong.
-        workers: Number of processes: fits are shared by method, evaluations by case.
+        workers: Number of processes: fits are shared by method, evaluations by case. In a torchrun job, its ranks
+            share them instead; all machines must see the output folder.
         resume: Continue in a folder that is not empty; finished work that still applies is reused.
         name: The name of the dataset, for the report.
         command: The command that made this study, for the report.
@@ -112,7 +114,7 @@ def compare(
             own = stack.enter_context(OwnFolder(Path(output), "a study", inputs=inputs, resume=resume))
             own.begin()
             folder = own.folder
-        run = Run(cases, asked, splits, moved, folder, workers, progress)
+        run = Run(cases, asked, splits, moved, folder, crew(workers), progress)
         document = results_document(run, warnings, {**voxels.about_data(cases, name), "splits": origin}, command)
         document["timings"] = {
             "total_seconds": time.perf_counter() - started,

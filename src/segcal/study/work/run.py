@@ -17,6 +17,7 @@ from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
 from segcal.metrics import Column
+from segcal.parallel.ranks import alone, current_ranks
 from segcal.parallel.threads import torch_threads
 from segcal.study.settings import UNCALIBRATED, Method, Settings
 from segcal.study.splits import ShiftedSet, counted_once
@@ -241,8 +242,9 @@ class Run:
         self.meter.next(what)
         # This depends on the whole group, not on what is left of it: a resumed study adds up in the same order.
         many = left * math.prod(self.cases[0].shape) >= _MANY_SCORES
-        with nullcontext() if many else self._one_share():
-            found, failures = group.evaluate(self.store, workers if many else 1, step)
+        workers = workers if many else 1
+        with nullcontext() if many else self._one_share(), nullcontext() if workers > 1 else alone():
+            found, failures = group.evaluate(self.store, workers, step)
         self.meter.add(left)
         for key, evaluation in found.items():
             self.seconds[key] = self.seconds.get(key, 0.0) + evaluation.about["seconds"]
@@ -250,7 +252,7 @@ class Run:
 
     def _one_share(self) -> AbstractContextManager[None]:
         """As many torch threads as one worker process has: more would only wait for each other."""
-        return torch_threads(max(1, torch.get_num_threads() // self.workers))
+        return torch_threads(max(1, torch.get_num_threads() // (1 if current_ranks() else self.workers)))
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class Run:
         how = {"tune": "none", "arguments": [own.arguments() for own in tuned.per_channel or (tuned,)]}
         task = self.task(self.methods[key].id, self.variant(key), 0, calibration=part, validation=None, **how)
         self.meter.next(f"fitting {key} to all calibration and validation cases")
-        with self._one_share():
+        with self._one_share(), alone():
             run_fits([task], self.store, 1, lambda task: None)
         return self.store.load(task.key) or tuned
 

@@ -7,11 +7,10 @@ from one read of them.
 from __future__ import annotations
 
 import math
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,14 +23,14 @@ from numpy.typing import NDArray
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.cases import CaseSet
-from segcal.errors import SegcalError, WorkerError
+from segcal.errors import OutputError, SegcalError, WorkerError
 from segcal.evaluation.evaluate import evaluate_many
 from segcal.evaluation.plan import Plan
 from segcal.evaluation.results import POOLED, Results
 from segcal.files.plain import packed, unpacked
 from segcal.files.versions import RESULTS
 from segcal.metrics import Column
-from segcal.parallel.workers import worker_pool
+from segcal.parallel.workers import in_turn
 from segcal.statistics import EVERYTHING
 from segcal.study.settings import Select, Tune, variant_of
 from segcal.study.tuning import tune
@@ -81,35 +80,19 @@ def run_fits(
         else:
             found[task.key] = kept
             progress(task)
-    here = ((task, run_fit(task, store.folder)) for task in pending)
-    for task, document in _in_processes(pending, store, workers) if workers > 1 else here:
-        found[task.key] = document
-        progress(task)
+    calls = [(task, store.folder) for task in pending]
+    for turn, document in in_turn(run_fit, calls, workers, lambda turn: progress(pending[turn])).items():
+        if isinstance(document, WorkerError):
+            document = {"status": "failed", "reason": str(document)}
+        found[pending[turn].key] = document
     return found
-
-
-def _in_processes(tasks: Sequence[FitTask], store: Store, workers: int) -> Iterator[tuple[FitTask, dict[str, Any]]]:
-    # Each process has its share of torch's threads, however few tasks are left: a resumed study gives the same numbers.
-    left = list(tasks)
-    together = True
-    while left:
-        # After a process died, the next task runs alone. If its process dies too, the task is at fault.
-        some = left if together else left[:1]
-        try:
-            with worker_pool(workers) as pool:
-                waiting = {pool.submit(run_fit, task, store.folder): task for task in some}
-                for future in as_completed(waiting):
-                    task, document = waiting[future], future.result()
-                    left.remove(task)
-                    yield task, document
-        except BrokenProcessPool:
-            if not together:
-                yield left.pop(0), {"status": "failed", "reason": str(WorkerError())}
-            together = not together
 
 
 def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
     """Fit and store. A failed fit gives its reason and is not stored: it may succeed next time."""
+    if not folder.parent.is_dir():
+        problem = f"is missing on {socket.gethostname()}"
+        raise OutputError(problem, where=str(folder.parent), expected="an output folder that all machines share")
     store = Store(folder)
     started = time.perf_counter()
     with suppress(OSError):  # Restart the measurement of peak memory, if the system can.

@@ -1,0 +1,54 @@
+"""Ranks of a torchrun job: rank 0 gets the answers of all, errors are clear, and results are those of one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import segcal
+from segcal.cases import write_dataset
+from segcal.errors import InputError
+from segcal.parallel import ranks
+from segcal.synthetic import Temperature, scenes
+
+HERE = Path(__file__).parent
+
+
+def torchrun(count, *words, **options):
+    """Start a job of so many processes on this machine, each with one thread."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *words]
+    paths = [str(Path(segcal.__file__).parent.parent), str(HERE), str(HERE.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "scenes"
+    write_dataset(scenes(4, size=(32, 40), plant=[Temperature(2.0)]), path, dtype="float32")
+    return path
+
+
+def test_three_ranks_work_for_the_first(folder):
+    with torchrun(3, str(HERE / "rank_script.py"), str(folder)) as job:
+        said, errors = job.communicate(timeout=100)
+    assert said == "all is well\n", errors
+    assert job.returncode == 0
+
+
+def test_ranks_of_different_versions_are_refused():
+    same = {"segcal": "1.0", "torch": "2.0"}
+    ranks._check_versions({0: ("a", same), 1: ("b", same)})
+    with pytest.raises(InputError, match=r"rank 1 on b has segcal 0.9 instead of 1.0; expected the same versions"):
+        ranks._check_versions({0: ("a", same), 1: ("b", {**same, "segcal": "0.9"})})
+
+
+def test_one_process_of_torchrun_is_no_job(monkeypatch):
+    for world, expected in (("1", False), ("2", True)):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", "0")
+        assert ranks.under_torchrun() == expected
