@@ -13,13 +13,13 @@ from segcal.errors import InputError
 from segcal.parallel import ranks
 from segcal.synthetic import Temperature, scenes
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 
 
 def torchrun(count, *words, **options):
     """Start a job of so many processes on this machine, each with one thread."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *words]
-    paths = [str(Path(segcal.__file__).parent.parent), str(HERE), str(HERE.parent)]
+    paths = [str(Path(segcal.__file__).parent.parent), str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def test_three_ranks_work_for_the_first(folder):
-    with torchrun(3, str(HERE / "rank_script.py"), str(folder)) as job:
+    with torchrun(3, str(TESTS / "rank_script.py"), str(folder)) as job:
         said, errors = job.communicate(timeout=100)
     assert said == "all is well\n", errors
     assert job.returncode == 0

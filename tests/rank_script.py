@@ -5,9 +5,9 @@ import os
 import sys
 
 import pytest
-import rank_tasks
 
 import segcal
+import worker_tasks
 from segcal.cases.shares import check_same
 from segcal.errors import DataError, InputError
 from segcal.evaluation.evaluate import versions
@@ -19,9 +19,9 @@ def answers_are_merged_whoever_has_work():
     assert crew() == int(os.environ["WORLD_SIZE"])
     told = []
     shares = [(rank, 2) for rank in range(crew())]
-    assert in_workers(rank_tasks.told, shares, operator.add, told.append) == [(r, r + 2) for r in range(crew())]
+    assert in_workers(worker_tasks.told, shares, operator.add, told.append) == [(r, r + 2) for r in range(crew())]
     assert sorted(told) == sorted(str(rank) for rank in range(crew()))
-    assert in_workers(rank_tasks.told, shares[:2], operator.add, told.append) == [(0, 2), (1, 3)]  # the others rest
+    assert in_workers(worker_tasks.told, shares[:2], operator.add, told.append) == [(0, 2), (1, 3)]  # the others rest
     with alone():
         assert crew() == 1
 
@@ -29,14 +29,14 @@ def answers_are_merged_whoever_has_work():
 def errors_of_any_rank_reach_the_first_and_the_job_goes_on():
     for faulty in (0, crew() - 1):
         with pytest.raises(InputError, match=f"case 'c': rank {faulty}"):
-            in_workers(rank_tasks.failing, [(rank, faulty) for rank in range(crew())], operator.add)
+            in_workers(worker_tasks.failing, [(rank, faulty) for rank in range(crew())], operator.add)
     with pytest.raises(RuntimeError, match="Unsendable"):
-        in_workers(rank_tasks.unsendable, [(rank,) for rank in range(crew())], operator.add)
+        in_workers(worker_tasks.unsendable, [(rank,) for rank in range(crew())], operator.add)
 
 
 def tasks_are_taken_in_turn_each_once():
     done = []
-    found = in_turn(rank_tasks.square, [(number,) for number in range(7)], 1, done.append)
+    found = in_turn(worker_tasks.square, [(number,) for number in range(7)], 1, done.append)
     assert found == {number: number**2 for number in range(7)}
     assert sorted(done) == list(range(7))
 
@@ -44,7 +44,7 @@ def tasks_are_taken_in_turn_each_once():
 def a_dataset_that_differs_is_refused(folder):
     cases = segcal.open_cases(folder)
     check_same(cases)
-    in_workers(rank_tasks.see_other_sizes, [(rank,) for rank in range(crew())], operator.add)
+    in_workers(worker_tasks.see_other_sizes, [(rank,) for rank in range(crew())], operator.add)
     with pytest.raises(DataError, match=r"4 cases differ in size on .*the same dataset on all ranks"):
         check_same(cases)
 
