@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from segcal.kernels import compiled, expert_loops, gradient_loops
-from segcal.kernels.compiled import exp, exp64, log1p
+from segcal.kernels.compiled import exp, exp64, log, log1p
 
 
 @numba.njit(fastmath={"contract"})
@@ -21,7 +21,7 @@ def worst_exp(first, last, step):
 
 @numba.njit
 def logarithms(x):
-    return np.array([log1p(value) for value in x])
+    return np.array([log1p(value) for value in x]), np.array([log(value) for value in x])
 
 
 @numba.njit
@@ -47,9 +47,11 @@ def test_exp_of_special_values():
     assert np.isnan(e[5])
 
 
-def test_log1p_keeps_its_precision_down_to_nothing():
-    x = np.concatenate(([0.0], 10.0 ** np.linspace(-37, 4, 20001)))
-    assert np.allclose(logarithms(x), np.log1p(x), rtol=2e-12, atol=0)
+def test_logarithms_keep_their_precision_down_to_nothing_and_near_one():
+    near_one = 1 + np.concatenate((-(0.5 ** np.arange(1, 50)), 0.5 ** np.arange(1, 50)))
+    x = np.concatenate((10.0 ** np.linspace(-37, 4, 20001), near_one))
+    assert np.allclose(logarithms(x), (np.log1p(x), np.log(x)), rtol=2e-12, atol=0)
+    assert logarithms(np.zeros(1))[0] == 0
 
 
 @numba.njit(fastmath={"contract"})

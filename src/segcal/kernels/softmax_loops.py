@@ -122,7 +122,7 @@ def check_labels(given, offset, x, start, size, best, rest, target):
 
 
 @inlined
-def _next_lower(value, rounding):
+def next_lower(value, rounding):
     """The number just below ``value <= 0`` after rounding that to the output type.
 
     Between float16's subnormal numbers the step is too small, but a winner this close to 0 has no close rival.
@@ -149,7 +149,7 @@ def write_log_softmax(b, z, start, size, beta, keep, kept, rounding, out, to):
         for v in range(size):
             own = (b.own[v] - best[v]) * beta - log_sum[v]
             b.own[v] = own
-            b.below[v] = _next_lower(own, rounding)
+            b.below[v] = next_lower(own, rounding)
     for k in range(z.shape[0]):
         row, target, index = z[k, start : start + size], out[k, to : to + size], np.int32(k)
         if keep:

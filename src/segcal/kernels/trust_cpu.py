@@ -1,4 +1,8 @@
-"""``segcal.calibrators.trust`` on the CPU: compiled twins of its torch definitions."""
+"""``segcal.calibrators.trust`` on the CPU: compiled twins of its torch definitions.
+
+Between the loops there is no torch operation on whole images: its threads would go on spinning for a while, on the
+cores that those of the loops need.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,16 @@ from segcal.kernels.grid import LIMIT, WIDTH
 from segcal.kernels.pieces_cpu import in_threads
 from segcal.kernels.trust_loops import (
     correct_range,
+    count_changes,
     describe_range,
-    distance_plane,
+    distance_rows,
     level_range,
     odds_range,
-    window_plane,
+    window_rows,
 )
+
+# Rows of a plane that are worth a thread: windows begin half their side above them.
+_BAND = 32
 
 
 def _in_parts(voxels: int, loop: Callable[[int, int, int], None]) -> None:
@@ -29,11 +37,14 @@ def _in_parts(voxels: int, loop: Callable[[int, int, int], None]) -> None:
 
 def describe(
     logits: Tensor, beta: float, lowest: float, widest: float, unit: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of float32 logits ``(N, C, *spatial)``: winner, point features, two of them in units, sums over each image."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of float32 logits ``(N, C, *spatial)``: winner, point features, two of them in units.
+
+    Then sums over each image: voxels by predicted class, features in units, changes of the prediction along rows.
+    """
     z = logits.contiguous().flatten(2).numpy()
     images, classes, voxels = z.shape
-    winner, point = np.empty((images, voxels), np.int32), np.empty((images, 5, voxels), np.float32)
+    winner, point = np.empty((images, voxels), np.int64), np.empty((images, 5, voxels), np.float32)
     rounded, threads = np.empty((images, 2, voxels), np.int32), torch.get_num_threads()
     predicted, sums = np.zeros((images, threads, classes), np.int64), np.zeros((images, threads, 5), np.int64)
     bounds = np.float32(beta), np.float32(lowest), np.float32(widest), unit
@@ -44,27 +55,46 @@ def describe(
             describe_range(z[n], start, stop, *bounds, *own)
 
     _in_parts(voxels, work)
+    changes = np.zeros(images, np.int64)
+    count_changes(winner.reshape(images, -1, logits.shape[-1]), changes)
     maps = (torch.from_numpy(own).view(*own.shape[:-1], *logits.shape[2:]) for own in (winner, point, rounded))
-    return *maps, torch.from_numpy(predicted.sum(1)), torch.from_numpy(sums.sum(1))  # type: ignore[return-value]
+    return *maps, *(torch.from_numpy(own) for own in (predicted.sum(1), sums.sum(1), changes))  # type: ignore[return-value]
 
 
-def planes(winner: Tensor, values: Tensor, sides: tuple[int, ...], unit: int, reach: int) -> Tensor:
-    """Distances and window features ``(B, 1 + 3 S, H, W)`` of ``winner (B, H, W)``, ``values (B, 2, H, W)`` int32."""
-    labels, sums = winner.contiguous().numpy(), values.contiguous().numpy()
-    out = np.empty((len(labels), 1 + 3 * len(sides), *labels.shape[1:]), np.float32)
-    threads, lengths = min(torch.get_num_threads(), len(labels) * (1 + len(sides))), np.array(sides)
+def features(
+    point: Tensor, winner: Tensor, rounded: Tensor, image: tuple[Tensor, Tensor], sides: tuple[int, ...], unit: int,
+    reach: int,
+) -> Tensor:  # fmt: skip
+    """Point features ``(N, 5, *spatial)`` and after them distances, those of windows, and those of the ``image``.
 
-    def work(turn: int) -> None:
-        for task in range(turn, len(labels) * (1 + len(sides)), threads):
-            b, s = divmod(task, 1 + len(sides))
-            if s == len(sides):
-                distance_plane(labels[b], reach, out[b, 0])
-                continue
-            own = out[b, 1 + 3 * s : 4 + 3 * s][None]
-            window_plane(labels[b], sums[b], lengths[s : s + 1], unit, own)
+    ``rounded (N, 2, *spatial)`` are ``log(1 - p1)`` and p1 in units; ``image`` has the classes' shares ``(N, C)`` and
+    two means ``(N, 2)``.
+    """
+    shape = len(winner), -1, *winner.shape[-2:]  # images, slices, planes
+    who, values, own = (maps.contiguous().numpy() for maps in (winner, rounded, point))
+    who, values, own = who.reshape(shape), values.reshape(len(who), 2, *shape[1:]), own.reshape(len(who), 5, *shape[1:])
+    shares, means = (numbers.float().numpy() for numbers in image)
+    slices, height, width = who.shape[1:]
+    out = np.empty((len(who), 9 + 3 * len(sides), slices, height, width), np.float32)
+    threads = torch.get_num_threads()
+    bands = max(1, min(-(-threads // (len(who) * slices)), height // _BAND))
+    # a list's iterator gives every task to one thread
+    tasks = iter([(n, d, band) for n in range(len(who)) for d in range(slices) for band in range(bands)])
+
+    def work(_: int) -> None:
+        for n, d, band in tasks:
+            start, stop = height * band // bands, height * (band + 1) // bands
+            rows, labels, found = slice(start, stop), who[n, d], out[n, :, d]
+            found[:5, rows] = own[n, :, d, rows]
+            distance_rows(labels, reach, start, stop, found[5])
+            for s, side in enumerate(sides):
+                maps = found[6 + 3 * s], found[7 + 3 * s], found[8 + 3 * s]
+                window_rows(labels, values[n, 1, d], values[n, 0, d], side, unit, start, stop, *maps)
+            found[-3, rows] = shares[n][labels[rows]]
+            found[-2:, rows] = means[n, :, None, None]
 
     in_threads(work, threads)
-    return torch.from_numpy(out)
+    return torch.from_numpy(out).view(len(who), -1, *winner.shape[1:])
 
 
 def level(scores: Tensor, odds: Tensor, winner: Tensor, below: float) -> Tensor:
@@ -86,10 +116,9 @@ def correct(features: Tensor, winner: Tensor, weights: tuple[Tensor, ...], wides
     ``weights`` are mean, scale, first, classes, second, second_bias and last of a ``TrustNetwork``.
     """
     mean, scale, first, classes, second, bias, last = (np.asarray(own.detach().cpu().numpy()) for own in weights)
-    tables = (
-        np.ascontiguousarray(first[:, : features.shape[1]].transpose(0, 2, 1)), classes,
-        np.ascontiguousarray(second.transpose(0, 2, 1)), bias[:, 0], last[:, :, 0],
-    )  # fmt: skip
+    first = np.pad(first[:, : features.shape[1]], ((0, 0), (0, 1), (0, 0)))  # classes are its biases
+    layers = (np.ascontiguousarray(layer.transpose(0, 2, 1)) for layer in (first, np.concatenate((second, bias), 1)))
+    tables = (*layers, classes, last[:, :, 0])
     x, who = features.contiguous().flatten(2).numpy(), winner.contiguous().flatten(1).numpy()
     out = np.empty(who.shape, np.float32)
 

@@ -9,7 +9,9 @@ import math
 
 import numpy as np
 
-from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, elementwise, exp, exp64, log1p
+from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, elementwise, exp, exp64, log, log1p
+from segcal.kernels.softmax_loops import next_lower
+from segcal.kernels.tiles import ROWS, TILE, multiply_tall_tile
 
 # Voxels at once, so that their arrays stay in the first cache: in most loops, and in the networks with their units.
 _BLOCK, _FEW = 256, 128
@@ -21,7 +23,7 @@ SMALLEST_SCORE = np.float32(-3e38)
 def describe_range(z, start, stop, beta, lowest, widest, unit, winner, point, rounded, predicted, sums):
     """Winner, point features ``(5, V)`` and two of them in units, of the voxels ``start`` to ``stop`` of ``z (C, V)``.
 
-    Adds how often each class was ``predicted (C,)`` and the ``sums (5,)`` of the features in units.
+    Adds how often each class was ``predicted (C,)``, where there is a softmax, and ``sums (5,)`` of features in units.
     """
     classes = z.shape[0]
     first, second, third = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
@@ -29,13 +31,13 @@ def describe_range(z, start, stop, beta, lowest, widest, unit, winner, point, ro
     best = np.empty(_BLOCK, np.int32)
     for begin in range(start, stop, _BLOCK):
         size = min(_BLOCK, stop - begin)
+        own, units, row = point[:, begin : begin + size], rounded[:, begin : begin + size], z[0, begin : begin + size]
         for v in range(size):
-            first[v], second[v], third[v], best[v] = z[0, begin + v], MINUS_INF, MINUS_INF, 0
-            others[v], moment[v] = ZERO, ZERO
+            first[v], second[v], third[v], best[v] = row[v], MINUS_INF, MINUS_INF, 0
         for k in range(1, classes):
-            row = z[k]
+            row = z[k, begin : begin + size]
             for v in range(size):
-                x = row[begin + v]
+                x = row[v]
                 top, next_, last = first[v], second[v], third[v]
                 lower = x if x < top else top  # what does not come first
                 best[v] = np.int32(k) if x > top else best[v]
@@ -43,111 +45,134 @@ def describe_range(z, start, stop, beta, lowest, widest, unit, winner, point, ro
                 least = lower if lower < next_ else next_
                 second[v] = lower if lower > next_ else next_
                 third[v] = least if least > last else last
+        for v in range(size):
+            others[v] = moment[v] = first[v] - first[v]  # NaN where that is not finite, else 0
         for k in range(classes):
-            row = z[k]
+            row = z[k, begin : begin + size]
             for v in range(size):
-                gap = row[begin + v] - first[v]
+                gap = row[v] - first[v]
                 x = beta * gap
-                e = ZERO if best[v] == k or gap < -DEEP else exp(x)
+                e = ZERO if (best[v] == k) | (gap < -DEEP) else exp(x)
                 others[v] += e
                 moment[v] += e * (x if e > ZERO else ZERO)
         for v in range(size):
-            total = math.log1p(others[v])
-            place = begin + v
-            winner[place] = best[v]
-            predicted[best[v]] += 1
-            point[0, place] = max(lowest, np.float32(math.log(others[v]) - total)) if others[v] > ZERO else lowest
-            point[1, place] = ONE / (ONE + others[v])
-            point[2, place] = min(widest, beta * (first[v] - second[v]))
-            beyond = second[v] == MINUS_INF or first[v] - second[v] > DEEP or third[v] == MINUS_INF
-            beyond = beyond or first[v] - third[v] > DEEP
-            point[3, place] = widest if beyond else min(widest, beta * (second[v] - third[v]))
-            if classes == 2:
-                point[3, place] = ZERO
-            point[4, place] = np.float32(total - moment[v] / (ONE + others[v]))
-            for j in range(5):
-                units = np.int64(np.rint(np.float64(point[j, place]) * unit))
-                sums[j] += units
+            more = np.float64(others[v])
+            total = log1p(more)
+            rest = np.float32(log(more) - total)
+            own[0, v] = rest if (more > 0.0) & (rest > lowest) else lowest
+            own[1, v] = ONE / (ONE + others[v])
+            own[4, v] = np.float32(total - moment[v] / (ONE + others[v]))
+        for v in range(size):
+            ahead, below = beta * (first[v] - second[v]), beta * (second[v] - third[v])
+            # whether the third is a possible class; false also for the NaN that two classes of -inf leave
+            seen = (first[v] - third[v] <= DEEP) & (below < widest)
+            own[2, v] = ahead if ahead < widest else widest
+            own[3, v] = ZERO if classes == 2 else below if seen else widest
+        for v in range(size):
+            winner[begin + v] = best[v]
+            predicted[best[v]] += own[1, v] == own[1, v]  # not NaN
+        for j in range(5):
+            total = np.int64(0)
+            for v in range(size):
+                whole = np.int32(np.rint(np.float64(own[j, v]) * unit))
+                total += whole
                 if j < 2:
-                    rounded[j, place] = units
+                    units[j, v] = whole
+            sums[j] += total
 
 
 @elementwise
-def window_plane(winner, values, sides, unit, out):
-    """For each side, the share of the own prediction and the means of ``values (2, H, W)`` int64; ``out (S, 3, H, W)``.
+def count_changes(winner, found):
+    """Add to ``found (N,)`` how often neighbours in a row of ``winner (N, rows, W)`` differ."""
+    for n in range(len(winner)):
+        for row in winner[n]:
+            for x in range(1, len(row)):
+                found[n] += row[x] != row[x - 1]
 
-    Running sums: a column of the window loses a row and gains one, then the window loses a column and gains one.
+
+@elementwise
+def _add_row(winner, p, rest, sign, columns, sums):
+    """Add a row to the ``columns (W, classes)`` and ``sums (2, W)`` of windows."""
+    first, second = sums
+    for x in range(len(winner)):
+        columns[x, winner[x]] += sign
+    for x in range(len(winner)):
+        first[x] += sign * p[x]
+        second[x] += sign * rest[x]
+
+
+@elementwise
+def window_rows(winner, p, rest, side, unit, start, stop, share, mean_p, mean_rest):
+    """The share of the own prediction and the means of ``p`` and ``rest``, in units, in windows of one side.
+
+    All are planes ``(H, W)``, of which the rows ``start`` to ``stop`` are written. Running sums: a column of the window
+    loses a row and gains one, then the window loses a column and gains one.
     """
-    _, height, width = values.shape
-    classes = winner.max() + 1
-    for s in range(len(sides)):
-        half = sides[s] // 2
-        columns, sums = np.zeros((width, classes), np.int32), np.zeros((2, width), np.int64)
-        inside = np.empty(classes, np.int32)
-        for y in range(-half, height):
-            if y + half < height:
-                for x in range(width):
-                    columns[x, winner[y + half, x]] += 1
-                    sums[0, x] += values[0, y + half, x]
-                    sums[1, x] += values[1, y + half, x]
-            if y - half - 1 >= 0:
-                for x in range(width):
-                    columns[x, winner[y - half - 1, x]] -= 1
-                    sums[0, x] -= values[0, y - half - 1, x]
-                    sums[1, x] -= values[1, y - half - 1, x]
-            if y < 0:
-                continue
-            rows = min(y + half, height - 1) - max(y - half, 0) + 1
-            inside[:] = 0
-            a = b = np.int64(0)
-            for x in range(-half, width):
-                if x + half < width:
-                    for k in range(classes):
-                        inside[k] += columns[x + half, k]
-                    a += sums[0, x + half]
-                    b += sums[1, x + half]
-                if x - half - 1 >= 0:
-                    for k in range(classes):
-                        inside[k] -= columns[x - half - 1, k]
-                    a -= sums[0, x - half - 1]
-                    b -= sums[1, x - half - 1]
-                if x >= 0:
-                    count = rows * (min(x + half, width - 1) - max(x - half, 0) + 1)
-                    out[s, 0, y, x] = inside[winner[y, x]] / count
-                    out[s, 1, y, x] = a / (count * unit)
-                    out[s, 2, y, x] = b / (count * unit)
+    height, width = winner.shape
+    half, classes = side // 2, winner.max() // 8 * 8 + 8  # whole vectors
+    columns, inside = np.zeros((width + side, classes), np.int32), np.zeros(classes, np.int32)  # columns beyond are 0
+    sums, found, per_row = np.zeros((2, width + side), np.int64), np.zeros((3, width), np.int64), np.empty(width)
+    for x in range(width):
+        per_row[x] = 1 / (min(x + half, width - 1) - max(x - half, 0) + 1)
+    for y in range(max(start - half, 0), stop + half):
+        centre, gone = y - half, y - side
+        if y < height:
+            _add_row(winner[y], p[y], rest[y], 1, columns[half + 1 :], sums[:, half + 1 :])
+        if gone >= max(start - half, 0):
+            _add_row(winner[gone], p[gone], rest[gone], -1, columns[half + 1 :], sums[:, half + 1 :])
+        if centre < start:
+            continue
+        inside[:] = 0
+        first, second, a, b = sums[0], sums[1], np.int64(0), np.int64(0)
+        for x in range(-2 * half, width):
+            gained, lost = columns[x + side], columns[max(x, 0)]
+            for k in range(classes):
+                inside[k] += gained[k] - lost[k]
+            a += first[x + side] - first[max(x, 0)]
+            b += second[x + side] - second[max(x, 0)]
+            if x >= 0:
+                found[0, x], found[1, x], found[2, x] = inside[winner[centre, x]], a, b
+        scale = 1.0 / (min(centre + half, height - 1) - max(centre - half, 0) + 1)
+        for x in range(width):
+            share[centre, x] = found[0, x] * (per_row[x] * scale)
+            mean_p[centre, x] = found[1, x] * (per_row[x] * scale / unit)
+            mean_rest[centre, x] = found[2, x] * (per_row[x] * scale / unit)
 
 
 @elementwise
-def distance_plane(winner, reach, out):
-    """Distance to the nearest voxel beside another prediction, at most ``reach``; ``winner`` and ``out (H, W)``."""
+def distance_rows(winner, reach, start, stop, out):
+    """``log(1 + d)`` for the distance d to the nearest voxel beside another prediction, at most ``reach``.
+
+    ``winner`` and ``out`` are planes ``(H, W)``, of which the rows ``start`` to ``stop`` are written.
+    """
     height, width = winner.shape
-    along = np.empty((height, width), np.int32)
-    for y in range(height):
+    along, nearest = np.empty((height, width), np.int32), np.empty(width, np.int32)
+    top, bottom = max(start - reach, 0), min(stop + reach, height)
+    for y in range(top, bottom):
+        row, above, under = winner[y], winner[max(y - 1, 0)], winner[min(y + 1, height - 1)]
+        for x in range(width):
+            nearest[x] = (above[x] != row[x]) | (under[x] != row[x])
+        for x in range(1, width):
+            nearest[x] |= row[x - 1] != row[x]
+        for x in range(width - 1):
+            nearest[x] |= row[x + 1] != row[x]
         last = reach
         for x in range(width):
-            own = winner[y, x]
-            edge = (
-                (x > 0 and winner[y, x - 1] != own) or (x + 1 < width and winner[y, x + 1] != own)
-                or (y > 0 and winner[y - 1, x] != own) or (y + 1 < height and winner[y + 1, x] != own)
-            )  # fmt: skip
-            last = 0 if edge else min(last + 1, reach)
+            last = 0 if nearest[x] else min(last + 1, reach)
             along[y, x] = last
         last = reach
         for x in range(width - 1, -1, -1):
             last = min(last + 1, along[y, x])
-            along[y, x] = last
-    for y in range(height):
+            along[y, x] = last * last
+    for y in range(start, stop):
+        nearest[:] = along[y]
+        for step in range(1, reach):
+            # a row beyond the border is replaced by the last one, which was nearer
+            above, under = along[max(y - step, top)], along[min(y + step, bottom - 1)]
+            for x in range(width):
+                nearest[x] = min(nearest[x], min(above[x], under[x]) + step * step)
         for x in range(width):
-            nearest = along[y, x] * along[y, x]
-            step = 1
-            while step * step < nearest and step < reach:
-                if y >= step:
-                    nearest = min(nearest, along[y - step, x] * along[y - step, x] + step * step)
-                if y + step < height:
-                    nearest = min(nearest, along[y + step, x] * along[y + step, x] + step * step)
-                step += 1
-            out[y, x] = math.sqrt(min(nearest, reach * reach))
+            out[y, x] = log1p(math.sqrt(np.float64(nearest[x])))
 
 
 @elementwise
@@ -156,52 +181,54 @@ def level_range(scores, start, stop, winner, odds, below, least, levelled):
     classes = scores.shape[0]
     equal_share = np.array([np.inf] + [least - math.log(m) for m in range(1, classes)])  # log-odds, by possible losers
     top, total, possible = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.int32)
-    log_q, shift, log_cap, limit = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK, np.float32)
-    r = np.empty((classes, _BLOCK), np.float32)
+    raised, log_q, shift, log_cap = np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK), np.empty(_BLOCK)
+    limit, r = np.empty(_BLOCK, np.float32), np.empty((classes, _BLOCK), np.float32)
     for begin in range(start, stop, _BLOCK):
         size = min(_BLOCK, stop - begin)
+        own, who, moved = odds[begin : begin + size], winner[begin : begin + size], levelled[begin : begin + size]
         for v in range(size):
-            scores[winner[begin + v], begin + v] = MINUS_INF
+            scores[who[v], begin + v] = MINUS_INF
             top[v], total[v], possible[v] = SMALLEST_SCORE, ZERO, 0
         for j in range(classes):
+            row = scores[j, begin : begin + size]
             for v in range(size):
-                x = scores[j, begin + v]
-                top[v] = x if x > top[v] else top[v]
-                possible[v] += np.int32(x > MINUS_INF)
+                top[v] = row[v] if row[v] > top[v] else top[v]
+                possible[v] += np.int32(row[v] > MINUS_INF)
         for j in range(classes):
+            row, share = scores[j, begin : begin + size], r[j]
             for v in range(size):
-                x = scores[j, begin + v]
-                r[j, v] = exp(x - top[v]) if x > MINUS_INF else ZERO
-                total[v] += r[j, v]
+                e = exp(row[v] - top[v]) if row[v] > MINUS_INF else ZERO
+                share[v] = e
+                total[v] += e
         for v in range(size):
-            o = max(np.float64(odds[begin + v]), equal_share[possible[v]])
+            raised[v] = max(np.float64(own[v]), equal_share[possible[v]])
+        for v in range(size):
+            o = raised[v]
             tail = log1p(exp64(-abs(o)))
             log_rest = -max(o, 0.0) - tail
             log_total = log1p(np.float64(total[v]) - 1.0)
-            log_q[v], log_cap[v] = min(o, 0.0) - tail, o + below + log_rest
-            shift[v] = log_rest - top[v] - log_total
-            levelled[begin + v] = possible[v] > 0 and (o > odds[begin + v] or -log_total > o + below)
+            some = possible[v] > 0
+            log_q[v], log_cap[v] = min(o, 0.0) - tail if some else 0.0, o + below + log_rest if some else 0.0
+            shift[v] = log_rest - top[v] - log_total if some else 0.0
+            moved[v] = some & ((o > own[v]) | (-log_total > o + below))
             limit[v] = np.float32(np.inf)
         for v in range(size):
-            if levelled[begin + v]:
-                # o + below is log_cap less log_rest, the logarithm of the cap
-                o = max(np.float64(odds[begin + v]), equal_share[possible[v]])
-                cap = math.exp(o + below)
+            if moved[v]:
+                o = raised[v]
+                cap = math.exp(o + below)  # log_cap is its logarithm and that of what q leaves
                 factor = _water_level(r[:, v], cap)
                 limit[v] = np.float32(cap / factor)
                 shift[v] = log_cap[v] - o - below - top[v] + (math.log(factor) if factor < np.inf else 0.0)
-            elif possible[v] == 0:
-                log_q[v], shift[v], log_cap[v] = 0.0, 0.0, 0.0
         for v in range(size):
-            log_q[v] = np.float32(log_q[v])
-            top[v] = np.nextafter(np.float32(log_q[v]), MINUS_INF)
+            top[v] = next_lower(np.float32(log_q[v]), 0)
         for j in range(classes):
+            row, share = scores[j, begin : begin + size], r[j]
             for v in range(size):
-                x = np.float32(scores[j, begin + v] + shift[v])
-                x = np.float32(log_cap[v]) if r[j, v] >= limit[v] else x
-                scores[j, begin + v] = top[v] if x > top[v] else x
+                x = np.float32(row[v] + shift[v])
+                x = np.float32(log_cap[v]) if share[v] >= limit[v] else x
+                row[v] = top[v] if x > top[v] else x
         for v in range(size):
-            scores[winner[begin + v], begin + v] = log_q[v]
+            scores[who[v], begin + v] = log_q[v]
 
 
 @elementwise
@@ -223,64 +250,47 @@ def _water_level(r, cap):
 
 
 @elementwise
-def _layer(weight, x, size, out):
-    """``out (U, B) += weight (U, J) x (J, B)``; U is even. Two units and six inputs at a time stay in registers."""
-    units, inputs = weight.shape
-    for u in range(0, units, 2):
-        one, two, first, second = weight[u], weight[u + 1], out[u], out[u + 1]
-        for j in range(0, inputs - 5, 6):
-            a0, a1, a2, a3, a4, a5 = one[j], one[j + 1], one[j + 2], one[j + 3], one[j + 4], one[j + 5]
-            b0, b1, b2, b3, b4, b5 = two[j], two[j + 1], two[j + 2], two[j + 3], two[j + 4], two[j + 5]
-            x0, x1, x2, x3, x4, x5 = x[j], x[j + 1], x[j + 2], x[j + 3], x[j + 4], x[j + 5]
-            for v in range(size):
-                p, q, r, s, t, w = x0[v], x1[v], x2[v], x3[v], x4[v], x5[v]
-                first[v] += a0 * p + a1 * q + a2 * r + a3 * s + a4 * t + a5 * w
-                second[v] += b0 * p + b1 * q + b2 * r + b3 * s + b4 * t + b5 * w
-        for j in range(inputs - inputs % 6, inputs):
-            row = x[j]
-            for v in range(size):
-                first[v] += one[j] * row[v]
-                second[v] += two[j] * row[v]
-
-
-@elementwise
-def correct_range(features, start, stop, winner, mean, scale, widest, first, classes, second, bias, last, out):
+def correct_range(features, start, stop, winner, mean, scale, widest, first, second, classes, last, out):
     """The mean correction ``(V,)`` of F networks for ``features (J, V)``; see ``segcal.calibrators.trust.network``.
 
-    ``first (F, U, J)``, ``classes (F, C, U)``, ``second (F, U, U)``, ``bias (F, U)`` and ``last (F, U)``.
+    ``first (F, U, J + 1)`` and ``second (F, U, U + 1)`` end with biases, ``classes (F, C, U)`` and ``last (F, U)``. U
+    is a multiple of ``2 ROWS``.
     """
     inputs = features.shape[0]
     networks, units, _ = second.shape
-    x, total = np.empty((inputs, _FEW), np.float32), np.empty(_FEW, np.float32)
+    x, total = np.zeros((inputs, _FEW), np.float32), np.empty(_FEW, np.float32)
     hidden, deeper = np.empty((units, _FEW), np.float32), np.empty((units, _FEW), np.float32)
     for begin in range(start, stop, _FEW):
         size = min(_FEW, stop - begin)
         for j in range(inputs):
-            centre, factor, row = mean[j], ONE / scale[j], features[j]
+            centre, factor, row = mean[j], ONE / scale[j], features[j, begin : begin + size]
             for v in range(size):
-                value = (row[begin + v] - centre) * factor
+                value = (row[v] - centre) * factor
                 value = widest if value > widest else value
                 x[j, v] = -widest if value < -widest else value
         total[:size] = ZERO
         for f in range(networks):
+            for column in range(0, size, TILE):
+                for u in range(0, units, 2 * ROWS):
+                    multiply_tall_tile(first[f], x, hidden, u, column)
             v = 0
             while v < size:  # neighbours mostly have one winner
-                k, run = winner[begin + v], v + 1
-                while run < size and winner[begin + run] == k:
+                bias, run = classes[f, winner[begin + v]], v + 1
+                while run < size and winner[begin + run] == winner[begin + v]:
                     run += 1
                 for u in range(units):
-                    hidden[u, v:run] = classes[f, k, u]
+                    row = hidden[u, v:run]
+                    for i in range(run - v):
+                        value = row[i] + bias[u]
+                        row[i] = value if value > ZERO else ZERO
                 v = run
-            _layer(first[f], x, size, hidden)
+            for column in range(0, size, TILE):
+                for u in range(0, units, 2 * ROWS):
+                    multiply_tall_tile(second[f], hidden, deeper, u, column)
             for u in range(units):
-                deeper[u, :size] = bias[f, u]
+                weight, row = last[f, u], deeper[u]
                 for v in range(size):
-                    hidden[u, v] = hidden[u, v] if hidden[u, v] > ZERO else ZERO
-            _layer(second[f], hidden, size, deeper)
-            for u in range(units):
-                weight = last[f, u]
-                for v in range(size):
-                    total[v] += weight * (deeper[u, v] if deeper[u, v] > ZERO else ZERO)
+                    total[v] += weight * (row[v] if row[v] > ZERO else ZERO)
         for v in range(size):
             out[begin + v] = total[v] / networks
 
@@ -296,10 +306,13 @@ def _risen(values, place):
 @elementwise
 def odds_range(rest, correction, start, stop, first, second, share, known, origin, width, out):
     """Log-odds of the winner ``(V,)`` from ``log(1 - p1)`` and the networks' correction; see ``TrustCalibration``."""
-    for v in range(start, stop):
-        r = min(float(rest[v]), -1e-6)
-        plain = math.log1p(-math.exp(r)) - r
-        odds = _risen(first, (plain + origin) / width)
+    rest, correction, out, per_bin = rest[start:stop], correction[start:stop], out[start:stop], 1 / width
+    for v in range(stop - start):
+        r = min(np.float64(rest[v]), -1e-6)
+        out[v] = log(1.0 - exp64(r)) - r
+    for v in range(stop - start):
+        plain = np.float64(out[v])
+        odds = _risen(first, (plain + origin) * per_bin)
         if share > 0:
-            odds = _risen(second, (odds + share * correction[v] + origin) / width)
+            odds = _risen(second, (odds + share * correction[v] + origin) * per_bin)
         out[v] = plain + known * (odds - plain)

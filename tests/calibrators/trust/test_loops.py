@@ -34,14 +34,28 @@ def test_features(classes):
     torch.testing.assert_close(features(slow, slow.totals, 2**30), features(slow, slow.totals, 0), atol=2e-6, rtol=1e-6)
 
 
-def test_voxels_without_a_softmax_count_as_undecided():
+@pytest.mark.parametrize(
+    ("place", "value"), [((0, 40, 3), torch.nan), ((3, 41, 4), torch.inf), ((slice(None), 42, 5), -torch.inf)]
+)
+def test_voxels_without_a_softmax_count_as_undecided(place, value):
     z = logits()
-    z[0, 0, 40, 3], z[0, 3, 41, 4], z[0, :, 42, 5] = torch.nan, torch.inf, -torch.inf
+    z[0][place] = value
     clean = z.masked_fill(~z.amax(1, keepdim=True).isfinite(), 0.0)
     for size in (2**30, 0):
         found, expected = voxel_maps(z, BETA, size), voxel_maps(clean, BETA, size)
         assert torch.equal(found.point, expected.point)
         assert torch.equal(found.totals.sums, expected.totals.sums)
+
+
+@pytest.mark.parametrize("size", [(130, 110), (3, 70, 40)])
+def test_threads_share_planes_and_change_no_bit(size, monkeypatch):
+    maps = voxel_maps(logits(size=size), BETA, 2**30)
+    expected = features(maps, maps.totals, 2**30)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    assert torch.equal(features(maps, maps.totals, 2**30), expected)
+    again = voxel_maps(logits(size=size), BETA, 2**30)
+    assert torch.equal(again.point, maps.point)
+    assert all(map(torch.equal, again.totals, maps.totals))
 
 
 @pytest.mark.parametrize("classes", [2, 3, 6, 19])

@@ -8,6 +8,7 @@ import segcal
 from segcal.calibrators import TemperatureScaling, TrustCalibration, load
 from segcal.calibrators.trust import calibrator as module
 from segcal.calibrators.trust import fit as trust_fit
+from segcal.calibrators.trust.tiles import Images, tiles
 from segcal.errors import InputError
 from segcal.synthetic import ClassConditional, SpatialTemperature, scenes
 
@@ -77,6 +78,18 @@ def test_tiles_change_nothing(fitted, monkeypatch):
     whole = fitted(z)
     monkeypatch.setattr("segcal.calibrators.trust.tiles._TILE_VALUES", 6 * 72 * 90)
     torch.testing.assert_close(fitted(z), whole, atol=1e-5, rtol=0)
+
+
+def test_a_batch_is_its_images_each_alone(fitted, monkeypatch):
+    z = torch.cat([case.logits.repeat(1, 1, 4, 4) for case in held_out()]) * torch.linspace(1, 3, 8).view(8, 1, 1, 1)
+    images = Images(tuple(z.shape), lambda rows: z[:, :, rows])
+    judged = fitted._known(next(tiles(images, fitted.beta)))
+    assert ((judged > 0.1) & (judged < 0.9)).any(), "no image that is half known, so nothing is mixed"
+    alone = torch.cat([fitted(image) for image in z.split(1)])
+    torch.testing.assert_close(fitted(z), alone, atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr("segcal.calibrators.trust.tiles._TILE_VALUES", 3 * z[0].numel())
+    torch.testing.assert_close(fitted(z), alone, atol=1e-5, rtol=1e-5)
+    assert fitted(z[:0]).shape == z[:0].shape
 
 
 def test_groups_stay_together_in_folds(cases):

@@ -16,7 +16,7 @@ from segcal.calibrators.trust.levelling import BELOW, level
 from segcal.calibrators.trust.losers import LIMITS, TEMPERATURE_LIMITS, columns, explain, fit_losers, loser_scores
 from segcal.calibrators.trust.network import SMALLEST_SCALE, TrustNetwork, held_out_loss, network_shapes, train
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
-from segcal.calibrators.trust.tiles import Images, Tile, tiles
+from segcal.calibrators.trust.tiles import Images, Tile, images_at_once, tiles
 from segcal.cases import CaseSet
 from segcal.errors import InputError, naming
 from segcal.fitting.data import FitData, Fitted
@@ -221,9 +221,10 @@ class TrustCalibration(Calibrator):
     def _loser_scores(self, logits: Tensor, winner: Tensor, judged: Tensor) -> Tensor:
         """Scores of the losers: those of the fitted map, nearer to those of ``ts`` the less is known of an image."""
         change = torch.cat((self.beta * self.losers[:, :, :-1], self.losers[:, :, -1:]), 2)
+        if not recording() and len(torch.unique(judged)) == 1:  # scores are linear in what the map is made of
+            own = judged[0].to(change)
+            return loser_scores(logits, winner, self.beta * (1 + own * (self.temperature - 1)), own * change)
         scores = loser_scores(logits, winner, self.beta * self.temperature, change)
-        if not recording() and bool((judged == 1).all()):
-            return scores
         plain = loser_scores(logits, winner, self.beta, change[:, :, :0])
         return torch.lerp(plain, scores, _by_image(judged, plain)).masked_fill_(scores == -torch.inf, -torch.inf)
 
@@ -251,14 +252,17 @@ class TrustCalibration(Calibrator):
         logits = self._checked(logits, image)
         flat = logits.ndim == 2
         whole, *others = (z.unsqueeze(-1) if flat else z for z in (logits, *members))
-        images = Images(
-            tuple(whole.shape),
-            lambda rows: whole[:, :, rows],
-            (lambda rows: [z[:, :, rows] for z in others]) if others else None,
-        )
-        parts = [self._finish(tile) for tile in tiles(images, self.beta)]
-        result = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+        # as many images at once as fit a tile, for tiles of rows need a halo
+        batches = zip(*(torch.split(z, images_at_once(z.shape)) for z in (whole, *others)), strict=True)
+        parts = [self._of_batch(own, others) for own, *others in batches]
+        result = torch.cat(parts) if len(parts) > 1 else parts[0]
         return result.squeeze(-1) if flat else result
+
+    def _of_batch(self, logits: Tensor, members: Sequence[Tensor]) -> Tensor:
+        rows_of_members = (lambda rows: [z[:, :, rows] for z in members]) if members else None
+        images = Images(tuple(logits.shape), lambda rows: logits[:, :, rows], rows_of_members)
+        parts = [self._finish(tile) for tile in tiles(images, self.beta)]
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _finish(self, tile: Tile) -> Tensor:
         log_probs, dtype = self._level(tile)[0], tile.logits.dtype

@@ -90,7 +90,7 @@ def voxel_maps(logits: Tensor, beta: Tensor, size: int | None = None) -> VoxelMa
     """
     exact = at_least_float32(logits)
     found = _voxel_maps(exact, beta, size)
-    if recording() or not bool(found.point.isnan().any()):
+    if recording() or int(found.totals.predicted.sum()) == found.winner.numel():
         return found
     return _voxel_maps(exact.masked_fill(~exact.amax(1, keepdim=True).isfinite(), 0.0), beta, size)
 
@@ -99,12 +99,12 @@ def _voxel_maps(exact: Tensor, beta: Tensor, size: int | None) -> VoxelMaps:
     if fast_maps(exact, size) is not None:
         from segcal.kernels import trust_cpu
 
-        winner, point, rounded, predicted, sums = trust_cpu.describe(exact, float(beta), _LOWEST, _WIDEST, _UNIT)
-        return VoxelMaps(winner.long(), point, rounded, ImageTotals(predicted, sums, _changes(winner)))
+        winner, point, rounded, *over_image = trust_cpu.describe(exact, float(beta), _LOWEST, _WIDEST, _UNIT)
+        return VoxelMaps(winner, point, rounded, ImageTotals(*over_image))
     winner, point = _point(only_possible(exact), beta)
     units, flat = (point.double() * _UNIT).round().long(), winner.flatten(1)
     predicted = torch.zeros(exact.shape[:2], dtype=torch.int64, device=exact.device)
-    predicted.scatter_add_(1, flat, torch.ones_like(flat))
+    predicted.scatter_add_(1, flat, (~point[:, 1].isnan()).flatten(1).long())
     totals = ImageTotals(predicted, units.flatten(2).sum(2), _changes(winner))
     return VoxelMaps(winner, point, units[:, :2].int(), totals)
 
@@ -152,21 +152,24 @@ def features(maps: VoxelMaps, totals: ImageTotals, size: int | None = None) -> T
 
     Without a plane, ``(N, C)`` and ``(N, C, L)``, every voxel is taken for an image of its own.
     """
-    like, winner, smoothed = maps.point, maps.winner, maps.rounded[:, [1, 0]]
+    like, winner = maps.point, maps.winner
     if winner.ndim < 3:
-        alone = smoothed.to(like.dtype) / _UNIT
+        alone = maps.rounded[:, [1, 0]].to(like.dtype) / _UNIT
         one, far = torch.ones_like(alone[:, :1]), torch.full_like(alone[:, :1], REACH).log1p()
         around = torch.cat((one, alone), 1)
         return torch.cat((like, far, *[around] * len(WINDOWS), around), 1)
+    share, means = totals.predicted / totals.predicted.sum(1, keepdim=True), totals.means()[:, [1, 0]]
+    if fast_maps(like, size) is not None:
+        from segcal.kernels import trust_cpu
+
+        return trust_cpu.features(like, winner, maps.rounded, (share, means), WINDOWS, _UNIT, REACH)
     planes = winner.reshape(-1, *winner.shape[-2:])
-    sums = smoothed.movedim(1, -3).reshape(-1, 2, *winner.shape[-2:])
-    around = _around(planes, sums, totals.predicted.shape[1], size).to(like.dtype)
+    sums = maps.rounded[:, [1, 0]].movedim(1, -3).reshape(-1, 2, *winner.shape[-2:])
+    around = _around(planes, sums, totals.predicted.shape[1]).to(like.dtype)
     around = around.reshape(*winner.shape[:-2], around.shape[1], *winner.shape[-2:]).movedim(-3, 1)
-    voxels = totals.predicted.sum(1, keepdim=True)
-    share = (totals.predicted / voxels).gather(1, winner.flatten(1)).view(winner.shape).unsqueeze(1)
-    means = totals.means()[:, [1, 0]].view(len(winner), 2, *[1] * (winner.ndim - 1))
-    image = [share.to(like.dtype), means.to(like.dtype).expand(-1, -1, *winner.shape[1:])]
-    return torch.cat((like, around, *image), 1)
+    own = share.gather(1, winner.flatten(1)).view(winner.shape).unsqueeze(1)
+    means = means.view(len(winner), 2, *[1] * (winner.ndim - 1)).expand(-1, -1, *winner.shape[1:])
+    return torch.cat((like, around, own.to(like.dtype), means.to(like.dtype)), 1)
 
 
 def log_odds(found: Tensor) -> Tensor:
@@ -175,14 +178,8 @@ def log_odds(found: Tensor) -> Tensor:
     return torch.log1p(-rest.clamp(max=-1e-6).exp()) - rest
 
 
-def _around(winner: Tensor, sums: Tensor, classes: int, size: int | None) -> Tensor:
+def _around(winner: Tensor, sums: Tensor, classes: int) -> Tensor:
     """The features of windows ``(B, 1 + 3 windows, H, W)``, from ``winner (B, H, W)`` and ``sums (B, 2, H, W)``."""
-    if fast_maps(sums.float(), size) is not None:
-        from segcal.kernels import trust_cpu
-
-        found = trust_cpu.planes(winner.int(), sums, WINDOWS, _UNIT, REACH)
-        found[:, 0].log1p_()
-        return found
     parts = [boundary_distance(winner).log1p().unsqueeze(1)]
     for side in WINDOWS:
         count = window_sum(torch.ones_like(winner[:1]), side)

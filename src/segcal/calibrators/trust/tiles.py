@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,11 @@ class Tile(NamedTuple):
     winner: Tensor
     features: Tensor
     summary: Tensor
+
+
+def images_at_once(shape: Sequence[int]) -> int:
+    """How many of the images ``(N, C, *spatial)`` fit a tile, at least one."""
+    return max(1, _TILE_VALUES // math.prod(shape[1:]))
 
 
 def tiles(images: Images, beta: Tensor) -> Iterator[Tile]:
