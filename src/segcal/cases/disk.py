@@ -21,6 +21,7 @@ from segcal.cases.layout import CaseFiles
 from segcal.cases.nnunet import connected_to_border
 from segcal.cases.oriented import Oriented
 from segcal.errors import ConfigError, DataError, naming
+from segcal.files.remote import RemotePath
 from segcal.scores import Pool, canonical_logits
 from segcal.types import Kind, row_slices
 
@@ -201,7 +202,9 @@ class DiskCase:
         with self._naming(member.file.path):
             first = rows.start + part.start
             here = slice(first, rows.start + part.stop)
-            by_class = member.file.sliceable and (member.file.chunk is None or member.file.chunk[0] == 1)
+            # One class at a time would wait for an object store once for each.
+            near = member.file.sliceable and not isinstance(member.file.path, RemotePath)
+            by_class = near and (member.file.chunk is None or member.file.chunk[0] == 1)
             if self.kind == "logits" and by_class and member.file.dtype == np.float16:
                 # Converted class by class, so that the whole is never in memory in both precisions.
                 channels = range(member.shape[0])[self._channels]

@@ -11,6 +11,7 @@ from pathlib import Path
 from segcal.cases.config import DatasetConfig
 from segcal.cases.formats import SCORE_FORMATS, format_of, split_suffix
 from segcal.errors import DataError, SegcalError
+from segcal.files.remote import under
 from segcal.scores import KINDS
 
 # Folders beside the scores, in the plain convention.
@@ -70,7 +71,7 @@ def find_plain(root: Path, config: DatasetConfig) -> Found:
     """Find the cases of a folder in the plain convention (``logits/`` or ``probs/``, ``labels/``, ...)."""
     problems, notes = Problems(), list[str]()
     folder, config = _score_folder(root, config)
-    members = [item for item in list_folder(folder, problems) if item.is_dir() and not format_of(item)]
+    members = [item for item in list_folder(folder, problems) if not format_of(item) and item.is_dir()]
     loose = list_cases(folder, problems, None if members else notes)
     if members and loose:
         problem = f"holds score files and the folders {', '.join(item.name for item in members)}"
@@ -153,7 +154,7 @@ def attach(found: Found, root: Path) -> Found:
     ids = {case.id for case in found.cases}
 
     def folder(declared: str | None, usual: str) -> dict[str, Path]:
-        path = root / (declared or usual)
+        path = under(root, declared or usual)
         if not path.is_dir():
             if declared:
                 problems.add("is not a folder", where=str(path), expected=f"the {usual} that were declared")
@@ -203,7 +204,7 @@ def _owner(image: str, ids: set[str]) -> str:
 
 def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfig]:
     if config.scores:
-        named = [kind for kind in KINDS if kind == (root / config.scores).name]
+        named = [kind for kind in KINDS if kind == under(root, config.scores).name]
     else:
         named = [kind for kind in KINDS if (root / kind).is_dir()]
         if not named:
@@ -212,7 +213,7 @@ def _score_folder(root: Path, config: DatasetConfig) -> tuple[Path, DatasetConfi
         problem = f"the scores are in {config.scores}/, which does not name their kind"
         raise _undeclared(problem if config.scores else "there are both logits/ and probs/", root)
     kind = config.kind or named[0]
-    folder = root / (config.scores or kind)
+    folder = under(root, config.scores or kind)
     if not folder.is_dir():
         raise DataError("is not a folder", where=str(folder), expected="the folder of the scores")
     if folder.name in KINDS and folder.name != kind:

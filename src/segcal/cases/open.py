@@ -13,23 +13,25 @@ from typing import Any
 from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet, numbered_channels
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_config
 from segcal.cases.disk import DiskCase
+from segcal.cases.formats import LOCAL_FIRST
 from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, unreadable_name
 from segcal.cases.nnunet import find_nnunet
 from segcal.cases.oriented import missing_notes
 from segcal.cases.splits import by_group, check_splits
 from segcal.errors import ConfigError, DataError, SegcalError
+from segcal.files.remote import RemotePath, as_path
 from segcal.types import Case
 
 
 def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **declared: Any) -> CaseSet:
-    """Open a dataset folder (or a ``segcal.toml`` that describes one elsewhere).
+    """Open a dataset folder (or a ``segcal.toml`` that describes one elsewhere), local or at a URL.
 
     Files are listed now and read when a case is used. Every key of ``segcal.toml`` can also be given as a keyword,
     which then takes precedence: ``open_cases("predictions", layout="nnunet", labels="/data/labelsTs")``. Folders are
     relative to that of the dataset.
 
     Args:
-        path: The folder, or the path of a ``segcal.toml``.
+        path: The folder, or the path of a ``segcal.toml``. At URLs (``s3://``, ``gs://``, ``https://``) it holds zarr.
         need_labels: Raise now if a case has no label. Turn off to apply a calibrator to new data.
         **declared: Keys of ``segcal.cases.config.DatasetConfig``.
 
@@ -42,7 +44,7 @@ def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **decl
         >>> len(cases), cases.num_classes, cases[0].logits.shape
         (3, 6, torch.Size([1, 6, 32, 40]))
     """
-    found = find_cases(Path(path), **declared)
+    found = find_cases(as_path(path), **declared)
     problems = found.problems + (missing_labels(found) if need_labels else [])
     if len(problems) == 1:
         raise problems[0]
@@ -65,6 +67,8 @@ def find_cases(path: Path, **declared: Any) -> Found:
     config = load_config(file) if file.is_file() else DatasetConfig()
     overrides = parse_config(declared)
     config = replace(config, **{name: getattr(overrides, name) for name in declared if declared[name] is not None})
+    if config.layout == "nnunet" and isinstance(root, RemotePath):
+        raise DataError("nnU-Net's layout at a URL", where=str(root), expected="a local folder", fix=LOCAL_FIRST)
     found = find_nnunet(root, config) if config.layout == "nnunet" else find_plain(root, config)
     found = replace(found, config=found.config.with_defaults())
     if found.config.exterior == "mask" and found.config.kind == "logits":

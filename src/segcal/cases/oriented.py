@@ -16,8 +16,10 @@ store may lack chunks, and a missing chunk alone does not tell. These rules deci
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,8 @@ MASK_KEYS = ("mask",)
 IMAGE_KEYS = ("image",)
 # Allowed difference from 1 of the sum over classes if chunks are missing; for float16 its rounding error.
 _SUM_TOLERANCE = 1e-5
+# Stores that are looked at together when a dataset is opened.
+_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,10 @@ def missing_notes(cases: Sequence[CaseFiles]) -> list[str]:
         ("masks", MASK_KEYS, [case.mask for case in cases]),
         ("images", IMAGE_KEYS, [path for case in cases for path in case.images]),
     ):
-        found = [(path, stored) for path in paths if path is not None and (stored := _partial(path, usual))]
+        asked = [path for path in paths if path is not None]
+        with ThreadPoolExecutor(_TOGETHER) as pool:  # Object stores take long to answer.
+            looked = zip(asked, pool.map(_partial, asked, repeat(usual)), strict=True)
+            found = [(path, stored) for path, stored in looked if stored]
         if found:
             missing, chunks = (sum(getattr(stored, part) for _, stored in found) for part in ("missing", "chunks"))
             values = ", ".join(f"{value:g}" for value in sorted({stored.fill for _, stored in found}))

@@ -20,7 +20,8 @@ from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Array, ArraySpec, create_array, open_array
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, file_name, file_state
-from segcal.files.folders import OwnFolder
+from segcal.files.folders import OwnFolder, same_place
+from segcal.files.remote import RemotePath
 from segcal.files.versions import SEGCAL
 from segcal.scores import keep_argmax
 from segcal.types import Case
@@ -48,6 +49,8 @@ class OutputFolder(OwnFolder):
         for name in cases.ids:
             file_name(name)
         super().__init__(folder, holds, inputs=cases.folders, **options)
+        #: How the names of arrays end that have no format of their own to keep.
+        self.suffix = ".zarr" if isinstance(folder, RemotePath) else ".npy"
         self.multilabel = cases.channel_names is not None
         self._settings = json.dumps([SEGCAL, settings], sort_keys=True)
         self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}
@@ -83,7 +86,7 @@ class OutputFolder(OwnFolder):
         At the end the file is read back and compared, then recorded as finished.
         """
         path = self.folder / relative
-        if isinstance(case.source, DiskCase) and path.exists() and any(map(path.samefile, case.source.paths)):
+        if isinstance(case.source, DiskCase) and any(same_place(path, own) for own in case.source.paths):
             raise OutputError("is also an input", where=str(path), case=case.id, fix="choose another folder")
         self.claim(relative)  # Raises if the file exists and segcal did not write it.
         parts: list[list[list[int]]] = []
@@ -124,10 +127,10 @@ class OutputFolder(OwnFolder):
         return digest.hexdigest()
 
 
-def score_path(case: Case) -> str:
+def score_path(output: OutputFolder, case: Case) -> str:
     """Where the scores of a case go, relative to the output folder."""
     if not isinstance(case.source, DiskCase):
-        return f"probs/{file_name(case.id)}.npy"
+        return f"probs/{file_name(case.id)}{output.suffix}"
     name = file_name(case.id) + case.source.suffix
     return name if case.source.config.layout == "nnunet" else f"probs/{name}"
 
@@ -148,7 +151,7 @@ def write_scores(
         spec = ArraySpec(file.shape, spec.dtype, like.row_axis, file.key or spec.key, file.geometry)
         if disk.config.layout == "nnunet":
             _copy_sidecars(output, disk)
-    with output.array(score_path(case), case, spec) as write:
+    with output.array(score_path(output, case), case, spec) as write:
         for rows, log_probs in pieces:
             scores = _probabilities(log_probs, dtype, output.multilabel)
             if disk and (outside := disk.exterior(rows)) is not None:

@@ -22,6 +22,7 @@ from segcal.cases.output import OutputFolder
 from segcal.cases.toml import toml_document
 from segcal.errors import InputError, check_name, naming
 from segcal.files.atomic import file_name
+from segcal.files.remote import as_path, file_sizes
 from segcal.scores import round_keeping_argmax
 from segcal.types import Case, row_slices
 
@@ -72,7 +73,7 @@ def write_dataset(
     report = PackReport(cases=len(cases))
     label_type, ignored = _label_type(cases, format)
     settings = {"dtype": dtype, "format": format, "classes": cases.num_classes, "ignore_index": cases.ignore_index}
-    with OutputFolder(Path(folder), cases, DATASET, settings=settings, resume=resume) as output:
+    with OutputFolder(as_path(folder), cases, DATASET, settings=settings, resume=resume) as output:
         for case in cases:
             progress(case.id)
             if case.spacing:
@@ -89,7 +90,7 @@ def write_dataset(
             for place, key, array, type in arrays:
                 _write_whole(output, case, f"{place}/{name}", key, array.numpy(), type)
         output.text(CONFIG_NAME, _describe(cases, spacing, ignored))
-    report.bytes = sum(path.stat().st_size for path in output.folder.rglob("*") if path.is_file())
+    report.bytes = sum(size or 0 for size in file_sizes(output.folder).values())
     report.seconds = time.perf_counter() - started
     for name in ("nll_input", "nll_stored"):  # sums until now
         setattr(report, name, getattr(report, name) / report.voxels if report.voxels else math.nan)

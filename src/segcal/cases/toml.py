@@ -25,8 +25,7 @@ Config = TypeVar("Config")
 def read_toml(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Config:
     """Read and parse a TOML file; errors of either name the file."""
     try:
-        with path.open("rb") as file:
-            raw = tomllib.load(file)
+        raw = tomllib.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:  # ValueError: wrong TOML, or bytes that are not UTF-8
         raise ConfigError(f"cannot be read ({error})", where=str(path), expected="a TOML file in UTF-8") from None
     with naming(where=str(path)):

@@ -21,6 +21,7 @@ from segcal.cli.data import Data, Json, Labels, Layout, Workers, open_data, seed
 from segcal.cli.evaluate import Metrics, Regions, split_metrics
 from segcal.errors import InputError, SegcalError
 from segcal.files.plain import number
+from segcal.files.remote import as_path
 from segcal.study import Study, compare
 from segcal.study.advice.choice import NEGLIGIBLE, Rows, by_method
 from segcal.study.settings import FLIPS, STUDY_METRICS, UNCALIBRATED, Preserve, Select, Tune
@@ -61,7 +62,9 @@ def compare_command(
     ] = False,
     robust: Annotated[bool, Option("--robust", help="Recommend only methods that never lose on shifted data.")] = False,
     pooling: Annotated[str | None, Option(help="Ways to pool an ensemble, with commas: single, probs, logits.")] = None,
-    shifted: Annotated[list[Path] | None, Option(help="Another dataset to test on. May be repeated.")] = None,
+    shifted: Annotated[
+        list[Path] | None, Option(parser=as_path, metavar="PATH", help="Another dataset to test on. May be repeated.")
+    ] = None,
     shift: Annotated[bool, Option("--shift", help="Also test on corrupted images. Needs images and --model.")] = False,
     model: Annotated[
         str | None, Option(help="For --shift, module:function from an image (1, channels, *spatial) to logits.")

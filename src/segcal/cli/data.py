@@ -23,15 +23,24 @@ from segcal.cli.console import err, new_table, out, progress, show_notes, show_t
 from segcal.errors import InputError, OutputError, check_seed
 from segcal.evaluation.check import GLANCE, CheckReport, check
 from segcal.files.atomic import check_writable
+from segcal.files.folders import same_place
+from segcal.files.remote import as_path
 from segcal.metrics import confidence_balance
 
 Data = Annotated[
-    Path, Argument(metavar="DATA", help="A dataset folder (logits/ or probs/, labels/, ...) or a segcal.toml.")
+    Path,
+    Argument(
+        parser=as_path,
+        metavar="DATA",
+        help="A dataset folder (logits/ or probs/, labels/, ...), its URL, or a segcal.toml.",
+    ),
 ]
 Layout = Annotated[
     Literal["plain", "nnunet"] | None, Option(help="'nnunet' reads an nnU-Net prediction or results folder as it is.")
 ]
-Labels = Annotated[Path | None, Option(help="Folder of the ground truth, if it is not DATA/labels.")]
+Labels = Annotated[
+    Path | None, Option(parser=as_path, metavar="PATH", help="Folder of the ground truth, if it is not DATA/labels.")
+]
 Workers = Annotated[int, Option(min=1, help="Number of processes that share the work.")]
 FormatOption = Annotated[
     str, Option(help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for huge volumes.")
@@ -97,7 +106,7 @@ def _belongs_to(file: Path, cases: CaseSet) -> bool:
     file = file.resolve()
     if file.name in (CONFIG_NAME, "dataset.json", "plans.json"):
         return True
-    inside = any(folder.is_dir() and file.parent.samefile(folder) for folder in cases.folders)
+    inside = any(same_place(file.parent, folder) for folder in cases.folders)
     return inside and split_suffix(file.name) is not None
 
 
@@ -121,7 +130,10 @@ def check_command(data: Data, layout: Layout = None, labels: Labels = None, as_j
 
 def pack_command(
     data: Data,
-    output: Annotated[Path, Argument(metavar="OUT", help="The folder to write; new, empty, or with --resume.")],
+    output: Annotated[
+        Path,
+        Argument(parser=as_path, metavar="OUT", help="The folder to write, or its URL; new, empty, or with --resume."),
+    ],
     layout: Layout = None,
     labels: Labels = None,
     dtype: Annotated[StoredType, Option(help="float16 halves the size and keeps every argmax.")] = "float16",
@@ -150,7 +162,7 @@ def pack_command(
 
 
 def scenes_command(
-    output: Annotated[Path, Argument(metavar="OUT", help="The folder to write; new or empty.")],
+    output: Annotated[Path, Argument(parser=as_path, metavar="OUT", help="The folder to write; new or empty.")],
     volumes: Annotated[bool, Option("--volumes", help="Write the 12 volumes instead of the 64 images.")] = False,
     seed: Annotated[int, seed_option("The same seed gives the same scenes.")] = 0,
     dtype: Annotated[StoredType, Option(help="Precision of the stored logits.")] = "float32",

@@ -22,6 +22,7 @@ from segcal.evaluation.apply import apply
 from segcal.evaluation.evaluate import evaluate_many
 from segcal.evaluation.plan import Plan
 from segcal.files.plain import plain
+from segcal.files.remote import as_path
 from segcal.fitting.data import VoxelBudget
 from segcal.study.settings import Select
 from segcal.study.tuning import tune
@@ -131,7 +132,16 @@ def _split(cases: CaseSet, test: float | None, seed: int) -> Split:
 def apply_command(
     calibrator: Annotated[Path, Argument(metavar="CALIBRATOR", help="A file of segcal fit or compare.")],
     data: Data,
-    output: Annotated[Path, Option("--output", "-o", help="Folder to write; new or empty, unless --resume.")],
+    output: Annotated[
+        Path,
+        Option(
+            "--output",
+            "-o",
+            parser=as_path,
+            metavar="PATH",
+            help="Folder or URL to write to; new, empty or --resume.",
+        ),
+    ],
     layout: Layout = None,
     dtype: Annotated[StoredType, Option(help="Precision of the written scores.")] = "float32",
     confidence: Annotated[bool, Option("--confidence", help="Also write confidence maps.")] = False,

@@ -21,6 +21,7 @@ from segcal.cases.output import OutputFolder, score_path, write_scores
 from segcal.errors import naming
 from segcal.evaluation.maps import MAPS, voxel_maps
 from segcal.files.atomic import file_name
+from segcal.files.remote import as_path
 from segcal.types import Case
 
 
@@ -50,9 +51,9 @@ def apply(
         calibrator: A fitted calibrator.
         cases: What to calibrate.
         folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz`` and its sidecars). It must be apart
-            from the folders of the cases.
+            from the folders of the cases. In an object store (``s3://``, ``gs://``) only zarr can be written.
         dtype: float32 or float16; with both, every voxel keeps the argmax of the calibrator.
-        confidence: Also write ``confidence/<case>.npy``, the largest probability of every voxel.
+        confidence: Also write the largest probability of every voxel, ``confidence/<case>.npy`` (at a URL ``.zarr``).
         resume: Skip finished outputs that the same calibrator made from the same files, and that read back right.
         progress: Called with the name of each case before it is read.
 
@@ -67,11 +68,11 @@ def apply(
     digest = hashlib.blake2b(calibrator.to_bytes(), digest_size=16).hexdigest()
     settings = {"calibrator": digest, "dtype": str(dtype)}
     report = ApplyReport()
-    with OutputFolder(Path(folder), cases, "calibrated scores", settings=settings, resume=resume) as output:
+    with OutputFolder(as_path(folder), cases, "calibrated scores", settings=settings, resume=resume) as output:
         for case in cases:
             progress(case.id)
-            map_path = f"confidence/{file_name(case.id)}.npy"
-            if output.finished(score_path(case), case) and (not confidence or output.finished(map_path, case)):
+            map_path = f"confidence/{file_name(case.id)}{output.suffix}"
+            if output.finished(score_path(output, case), case) and (not confidence or output.finished(map_path, case)):
                 report.skipped += 1
                 continue
             batch, _, *spatial = case.shape

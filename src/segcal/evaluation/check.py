@@ -23,6 +23,7 @@ from segcal.cases.oriented import SCORE_KEYS, missing_notes
 from segcal.cases.splits import in_no_part
 from segcal.errors import DataError, SegcalError
 from segcal.files.plain import plain
+from segcal.files.remote import as_path
 from segcal.metrics import Measure, accuracy, confidence_balance, entropy, nll
 from segcal.metrics.diagnosis import verdict, verdicts_in_words
 from segcal.parallel.threads import torch_threads
@@ -152,7 +153,7 @@ def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: No
     Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises an error.
     Takes the keywords of ``segcal.open_cases``. ``progress`` is called with the name of each case before it is read.
     """
-    found = find_cases(Path(path), **declared)
+    found = find_cases(as_path(path), **declared)
     if found.config.classes is None:
         found = replace(found, config=replace(found.config, classes=_usual_channels(found)))
     config = found.config

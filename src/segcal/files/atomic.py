@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from segcal.errors import OutputError
+from segcal.files.remote import RemotePath, check_local, replaced
 
 # A temporary name contains the machine and the process, so that the files of killed processes can be found.
 _TEMPORARY = re.compile(r"\.segcal-tmp-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+")
@@ -38,13 +39,18 @@ def write_text(path: str | Path, text: str) -> None:
 def atomic_path(path: Path, *, folder: bool = False, replace: bool = False) -> Iterator[Path]:
     """A temporary name beside ``path``. It is renamed to ``path`` if the block succeeds, and removed if it fails.
 
-    A file replaces an existing file, as opening for writing does. A folder replaces only an empty folder.
+    A file replaces an existing file, as opening for writing does. A folder replaces only an empty folder. Object stores
+    cannot rename: there it is ``path`` itself (see ``replaced``).
 
     Args:
         path: Where the result goes. Missing parent folders are created.
         folder: The block creates a folder instead of a file.
         replace: An existing folder may be replaced, because segcal wrote it.
     """
+    if isinstance(path, RemotePath):
+        with replaced(path, replace=replace):
+            yield path
+        return
     with writing(path):
         target = _folder_target(path, replace) if folder else _file_target(path)
         temporary = _temporary(target)
@@ -73,7 +79,11 @@ def check_writable(path: str | Path, *, folder: bool = False) -> None:
         Traceback (most recent call last):
         segcal.errors.OutputError: .: is a folder; expected the name of a file...
     """
+    if isinstance(path, RemotePath):
+        path.check_writable()
+        return
     path = Path(path)
+    check_local(path)
     with writing(path):
         target = Path(os.path.realpath(path)) if folder else _file_target(path)
         if folder and target.exists() and not target.is_dir():
@@ -110,6 +120,8 @@ def file_name(name: Any) -> str:
 
 def file_state(path: Path) -> Any:
     """Name, size and time of a file, or of all files of a folder such as a zarr store. It changes with the file."""
+    if isinstance(path, RemotePath):
+        return path.state()
     if path.is_dir():
         return [path.name, [file_state(item) for item in sorted(path.iterdir())]]
     try:
@@ -160,6 +172,8 @@ def reserve(file: BinaryIO, size: int) -> None:
 
 def make_folders(folder: Path) -> list[Path]:
     """Create a folder and its parents. Returns those that were missing, outermost first."""
+    if isinstance(folder, RemotePath):  # Object stores have only files.
+        return []
     missing = [item for item in (folder, *folder.parents) if not item.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -177,6 +191,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def _file_target(path: Path) -> Path:
     """The file that a path leads to, following links as ``open`` does. Only plain files may be replaced."""
+    check_local(path)
     if "\0" in str(path):
         raise OutputError("contains a NUL character", where=repr(str(path)), expected="the name of a file")
     target = Path(os.path.realpath(path))

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from segcal.errors import OutputError
 from segcal.files.atomic import check_writable, make_folders, remove_leftovers, writing
+from segcal.files.remote import append_text, appended_text
 
 JOURNAL = ".segcal-journal.jsonl"
 
@@ -69,9 +70,7 @@ class OwnFolder:
         self._made: list[Path] | None = None
 
     def _read(self) -> list[dict[str, Any]]:
-        if not self._journal.is_file():
-            return []
-        text = self._journal.read_text(encoding="utf-8", errors="replace")
+        text = appended_text(self._journal)
         self._cut = bool(text) and not text.endswith("\n")
         records = []
         for line in text.splitlines():
@@ -122,8 +121,8 @@ class OwnFolder:
             self._append("\n")
 
     def _append(self, text: str) -> None:
-        with writing(self._journal), self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(text)
+        with writing(self._journal):
+            append_text(self._journal, text)
 
     def __enter__(self) -> Self:
         return self
@@ -150,11 +149,11 @@ def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False)
         segcal.errors.OutputError: study: holds study/logits, which is read; ...
     """
     for folder in inputs:
-        if _same(output, folder):
+        if same_place(output, folder):
             problem = "is also an input"
-        elif any(_same(parent, folder) for parent in Path(os.path.realpath(output)).parents):
+        elif any(same_place(parent, folder) for parent in Path(os.path.realpath(output)).parents):
             problem = f"lies in {folder}, which is read"
-        elif not may_hold and any(_same(parent, output) for parent in Path(os.path.realpath(folder)).parents):
+        elif not may_hold and any(same_place(parent, output) for parent in Path(os.path.realpath(folder)).parents):
             problem = f"holds {folder}, which is read"
         else:
             continue
@@ -163,7 +162,7 @@ def check_apart(output: Path, inputs: Sequence[Path], *, may_hold: bool = False)
         )
 
 
-def _same(one: Path, other: Path) -> bool:
+def same_place(one: Path, other: Path) -> bool:
     """Whether two paths lead to the same folder, by name or, if both exist, by the file system."""
     same = os.path.realpath(one) == os.path.realpath(other)
     with suppress(OSError):

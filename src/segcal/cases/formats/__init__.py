@@ -19,6 +19,7 @@ from segcal.cases.formats.tiff import TIFF
 from segcal.cases.formats.zarr_store import ZARR
 from segcal.errors import DataError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path
+from segcal.files.remote import RemotePath
 
 #: All formats; the order is that of help texts and messages.
 FORMATS: tuple[Format, ...] = (
@@ -31,6 +32,8 @@ FORMATS: tuple[Format, ...] = (
     ZARR,
     HDF5,
 )
+#: What to do about other formats in object stores.
+LOCAL_FIRST = "download it, or write it as zarr: segcal pack DATA s3://bucket/study --format zarr"
 #: Those that hold scores, by name.
 SCORE_FORMATS = {format.name: format for format in FORMATS if format.scores}
 _BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
@@ -80,4 +83,6 @@ def _known(path: Path, error: type[SegcalError]) -> Format:
     format = format_of(path)
     if format is None:
         raise error("unknown format", where=str(path), expected="one of " + ", ".join(_BY_SUFFIX))
+    if isinstance(path, RemotePath) and not format.remote:
+        raise error(f"{format.name} files cannot be used at a URL", where=str(path), expected="zarr", fix=LOCAL_FIRST)
     return format

@@ -172,6 +172,7 @@ class Format:
         geometry: Whether its files say where a volume lies in space.
         folder: Whether a file is really a folder.
         sparse: Whether chunks that hold nothing but the fill value may be left out.
+        remote: Whether it can be read and written in object stores.
         library: The library that it needs beyond those of a plain installation.
         extra: The extra of segcal that installs this library.
     """
@@ -185,6 +186,7 @@ class Format:
     geometry: bool = False
     folder: bool = False
     sparse: bool = False
+    remote: bool = False
     library: str = ""
     extra: str = ""
 

@@ -1,15 +1,21 @@
-"""Zarr: version 3, sharded, is written; version 2 is read, too. Chunks are files, so some can be missing."""
+"""Zarr: version 3, sharded, is written; version 2 is read, too. Chunks are files, so some can be missing.
+
+In an object store, a shard is fetched in parts, many at a time, and the metadata are written last: a store that is not
+complete cannot be opened.
+"""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from segcal.cases.formats import base
+from segcal.cases.formats import base, zarr_remote
+from segcal.errors import OutputError
+from segcal.files.remote import RemotePath, file_sizes, read_part, retried
 from segcal.types import CHUNK_VALUES
 
 # Values in one inner chunk: 1 MB of float32, small enough to read few rows, large enough to be fast.
@@ -18,6 +24,7 @@ INNER_VALUES = 2**18
 _COMPLETE = "segcal_every_chunk_stored"
 # The offset that the zarr specification gives to a chunk that is not in its shard.
 _ABSENT = 2**64 - 1
+_EVERY_CHUNK = {"write_empty_chunks": True}
 
 
 def _parts(sizes: Iterable[int], part: Sequence[int]) -> tuple[int, ...]:
@@ -31,7 +38,9 @@ class ZarrFile(base.ArrayFile):
     sliceable = True
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
-        node = ZARR.import_library().open(str(path), mode="r")
+        zarr = ZARR.import_library()
+        store = zarr_remote.store(path) if isinstance(path, RemotePath) else str(path)
+        node = retried(path, lambda: zarr.open(store, mode="r"))
         if hasattr(node, "array_keys"):
             self.key = base.pick_key(sorted(node.array_keys()), key, usual)
             node = node[self.key]
@@ -44,7 +53,8 @@ class ZarrFile(base.ArrayFile):
         """Which chunks are on disk. They are found by listing files, so a wrong huge shape costs nothing."""
         inner, fill, complete = self._node.chunks, self._node.fill_value, bool(self._node.attrs.get(_COMPLETE))
         with base.reading(self.path):
-            there = sum(1 if self._outer == inner else self._count_inner(*found) for found in self._chunk_files())
+            files = self._chunk_files()
+            there = len(files) if self._outer == inner else self._count_inner(files)
         chunks = math.prod(_parts(self.shape, inner))
         return base.Stored(chunks, there, 0 if fill is None else fill.item(), not complete)
 
@@ -52,44 +62,52 @@ class ZarrFile(base.ArrayFile):
         """Whether a stored chunk holds nothing but the fill value, bit for bit: 0.0 and -0.0 differ."""
         return any(
             block.tobytes() == np.full(block.shape, self._node.fill_value, block.dtype).tobytes()
-            for block in (self.read(self._region(place)) for place, _ in self._chunk_files())
+            for block in (self.read(self._region(place)) for place in self._chunk_files())
         )
 
     def _region(self, place: tuple[int, ...]) -> base.Index:
         """The part of the array that the file at this position in the grid holds."""
         return tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, self._outer, strict=True))
 
-    def _chunk_files(self) -> Iterator[tuple[tuple[int, ...], Path]]:
-        """Position in the grid and path of every stored chunk or shard."""
-        folder, grid = self.path / self._node.path, _parts(self.shape, self._outer)
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                path = Path(parent, name)
-                # Names are c/0/1/2 or c.0.1.2 in version 3, 0.1.2 or 0/1/2 in version 2.
-                words = path.relative_to(folder).as_posix().replace("/", ".").removeprefix("c.").split(".")
-                if len(words) == len(grid) and all(word.isdecimal() for word in words):
-                    place = tuple(map(int, words))
-                    if all(k < count for k, count in zip(place, grid, strict=True)):
-                        yield place, path
+    @property
+    def _folder(self) -> Path:
+        """Where the files of the array are: the array may be one of a group."""
+        return self.path / str(self._node.path)
 
-    def _count_inner(self, place: tuple[int, ...], path: Path) -> int:
-        """How many chunks of a shard are stored, by its index: an (offset, length) pair for each chunk."""
+    def _chunk_files(self) -> dict[tuple[int, ...], tuple[str, int | None]]:
+        """Name and size of the file of every stored chunk or shard, by its position in the grid."""
+        grid, found = _parts(self.shape, self._outer), {}
+        for name, size in file_sizes(self._folder).items():
+            # Names are c/0/1/2 or c.0.1.2 in version 3, 0.1.2 or 0/1/2 in version 2.
+            words = name.replace("/", ".").removeprefix("c.").split(".")
+            if len(words) == len(grid) and all(word.isdecimal() for word in words):
+                place = tuple(map(int, words))
+                if all(k < count for k, count in zip(place, grid, strict=True)):
+                    found[place] = name, size
+        return found
+
+    def _count_inner(self, files: dict[tuple[int, ...], tuple[str, int | None]]) -> int:
+        """How many chunks of some shards are stored, by their indexes: an (offset, length) pair for each chunk."""
         counts = _parts(self._outer, self._node.chunks)
         (sharding,) = (codec for codec in self._node.metadata.codecs if hasattr(codec, "index_codecs"))
         checksum = 4 if len(sharding.index_codecs) > 1 else 0
         size = 16 * math.prod(counts)
-        with path.open("rb") as file:
-            at_end = sharding.index_location.value == "end"
-            base.require_length(size + checksum, path.stat().st_size)
-            file.seek(-size - checksum if at_end else 0, os.SEEK_END if at_end else os.SEEK_SET)
-            offsets = np.frombuffer(file.read(size), "<u8").reshape(*counts, 2)[..., 0]
-        # The index of a shard at the edge also lists chunks beyond the array.
-        shape = (len(range(*part.indices(size))) for part, size in zip(self._region(place), self.shape, strict=True))
-        inside = tuple(slice(count) for count in _parts(shape, self._node.chunks))
-        return int((offsets[inside] != _ABSENT).sum())
+        for _, length in files.values():
+            base.require_length(size + checksum, length if length is not None else size + checksum)
+        part = (-size - checksum, None) if sharding.index_location.value == "end" else (0, size + checksum)
+        indexes = read_part(self._folder, [name for name, _ in files.values()], *part)
+        there = 0
+        for place, index in zip(files, indexes, strict=True):
+            offsets = np.frombuffer(index[:size], "<u8").reshape(*counts, 2)[..., 0]
+            # The index of a shard at the edge also lists chunks beyond the array.
+            region = zip(self._region(place), self.shape, strict=True)
+            shape = (len(range(*part.indices(length))) for part, length in region)
+            inside = tuple(slice(count) for count in _parts(shape, self._node.chunks))
+            there += int((offsets[inside] != _ABSENT).sum())
+        return there
 
     def _read(self, index: base.Index) -> base.Array:
-        return np.asarray(self._node[index])
+        return retried(self.path, lambda: np.asarray(self._node[index]))
 
 
 class ZarrSink(base.ArraySink):
@@ -102,20 +120,29 @@ class ZarrSink(base.ArraySink):
         shard_rows = min(rows, max(1, CHUNK_VALUES // (per_row * math.prod(before))))
         pieces = max(1, shard_rows * per_row // INNER_VALUES)
         inner_rows = next(shard_rows // p for p in range(pieces, 0, -1) if shard_rows % p == 0)
-        self._node = ZARR.import_library().create_array(
-            str(self.path),
+        zarr = ZARR.import_library()
+        self._metadata: dict[str, Any] = {}
+        self._node = zarr.create_array(
+            zarr.storage.MemoryStore(self._metadata) if isinstance(self.path, RemotePath) else str(self.path),
             shape=self.shape,
             dtype=self.dtype,
             chunks=((1,) * axis + (inner_rows, *after)),
             shards=(*before, shard_rows, *after),
             zarr_format=3,
-            config={"write_empty_chunks": True},
+            config=_EVERY_CHUNK,
             attributes={_COMPLETE: True},
         )
+        if isinstance(self.path, RemotePath):
+            self._node = zarr_remote.moved(self._node, self.path, _EVERY_CHUNK)
 
     def write(self, index: base.Index, block: base.Array) -> None:
         """Store a part."""
-        self._node[index] = block
+        retried(self.path, lambda: self._node.__setitem__(index, block), OutputError)
+
+    def close(self) -> None:
+        """In an object store, write the metadata, without which the store cannot be opened."""
+        for name, content in self._metadata.items():
+            (self.path / name).write_bytes(content.to_bytes())
 
 
-ZARR = base.Format((".zarr",), ZarrFile, ZarrSink, folder=True, sparse=True, library="zarr", extra="zarr")
+ZARR = base.Format((".zarr",), ZarrFile, ZarrSink, folder=True, sparse=True, remote=True, library="zarr", extra="zarr")
