@@ -179,7 +179,7 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
     output = OutputFolder(tmp_path / "out", cases, "scores", settings={})
     write_scores(output, case, ((chunk.rows, chunk.logits.log_softmax(1)) for chunk in case.chunks(values=300)))
     written = tmp_path / "out" / "probs" / f"a.{format}"
-    assert score_path(case) == f"probs/a.{format}"
+    assert score_path(output, case) == f"probs/a.{format}"
     expected = torch.from_numpy(z).softmax(0).numpy()
     if format == "nii.gz":
         image = nibabel.load(written)
@@ -190,7 +190,7 @@ def test_scores_are_written_in_the_format_axes_and_geometry_of_the_input(tmp_pat
     else:
         with h5py.File(written) as file:
             np.testing.assert_allclose(file["network/logits"][:], expected, atol=1e-6)
-    assert output.finished(score_path(case), case)
+    assert output.finished(score_path(output, case), case)
 
 
 def test_sigmoid_scores_are_written_as_sigmoid_scores(tmp_path):

@@ -46,8 +46,7 @@ class RemotePath(_Base):
     """
 
     def __str__(self) -> str:
-        scheme, *names = self.parts
-        return f"{scheme}//{'/'.join(names)}"
+        return f"{''.join(self.parts[:1])}//{'/'.join(self.parts[1:])}"
 
     def __fspath__(self) -> str:
         return str(self)
@@ -190,7 +189,8 @@ def under(root: Path, name: str) -> Path:
 def check_local(path: Path) -> None:
     """Raise if a file or folder is named by a URL where only local ones can be written."""
     if url_scheme(path):
-        raise OutputError("is a URL", where=str(path), expected="a local name: object stores get only datasets")
+        where = str(RemotePath(path))  # with both slashes
+        raise OutputError("is a URL", where=where, expected="a local name: object stores get only datasets")
 
 
 def retried(path: Path, action: Callable[[], Result], error: type[SegcalError] = DataError) -> Result:
