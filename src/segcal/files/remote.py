@@ -29,6 +29,12 @@ _WAITS = (1, 4)
 _CONNECTION = ("aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "requests", "urllib3")
 _FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
+_CREDENTIALS = (
+    "set them as for other programs, e.g. AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; "
+    "gcloud auth application-default login"
+)
+_NETWORK = "check the network and the address (AWS_ENDPOINT_URL), and run it again"
+
 if TYPE_CHECKING:
     _Base = Path
 else:  # Only the class of paths on this system can be a base.
@@ -204,23 +210,17 @@ def retried(path: Path, action: Callable[[], Result], error: type[SegcalError] =
         try:
             return action()
         except Exception as failure:
+            words = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
             if _denied(failure):
+                expected = "credentials that may read, list and, for outputs, write and delete here"
                 raise error(
-                    f"access is denied ({_in_words(failure)})",
-                    where=str(path),
-                    expected="credentials that may read, list and, for outputs, write and delete here",
-                    fix="set them as for other programs, e.g. AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
-                    "AWS_SECRET_ACCESS_KEY; gcloud auth application-default login",
+                    f"access is denied ({words})", where=str(path), expected=expected, fix=_CREDENTIALS
                 ) from failure
             if not _passing(failure):
                 raise
             if wait is None:
-                raise error(
-                    f"cannot be reached, after {len(_WAITS) + 1} tries ({_in_words(failure)})",
-                    where=str(path),
-                    expected="a server that answers",
-                    fix="check the network and the address (AWS_ENDPOINT_URL), and run it again",
-                ) from failure
+                problem = f"cannot be reached, after {len(_WAITS) + 1} tries ({words})"
+                raise error(problem, where=str(path), expected="a server that answers", fix=_NETWORK) from failure
             time.sleep(wait)
     raise AssertionError
 
@@ -235,10 +235,6 @@ def _passing(failure: Exception) -> bool:
     if isinstance(failure, OSError | asyncio.TimeoutError):
         return not isinstance(failure, (*_FINAL, SegcalError))
     return type(failure).__module__.partition(".")[0] in _CONNECTION
-
-
-def _in_words(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
 
 
 def file_sizes(folder: Path) -> dict[str, int | None]:
