@@ -36,10 +36,9 @@ def serve(port: int, latency: float, bandwidth: float) -> None:
 
 def main() -> None:
     import fsspec
-    import torch
+    import numpy as np
 
-    import segcal
-    from segcal.cases.formats import zarr_remote
+    from segcal.cases.formats import ArraySpec, create_array, zarr_remote
     from segcal.files.remote import file_sizes
 
     with socket.socket() as free:
@@ -48,10 +47,13 @@ def main() -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_EC2_METADATA_DISABLED": "true"}
     with tempfile.TemporaryDirectory() as folder:
-        random = torch.Generator().manual_seed(0)
-        logits = torch.randn(CASES, *SIZE, generator=random)
-        cases = segcal.cases_from([(one[None], one[None].argmax(1)) for one in logits])
-        segcal.write_dataset(cases, Path(folder) / "study", dtype="float16", format="zarr")
+        random = np.random.default_rng(0)
+        for number in range(CASES):
+            logits = random.normal(size=SIZE).astype(np.float16)
+            for kind, array in (("logits", logits), ("labels", logits.argmax(0).astype(np.uint8))):
+                spec = ArraySpec(array.shape, array.dtype, row_axis=array.ndim - 2)
+                with create_array(Path(folder, "study", kind, f"{number}.zarr"), spec) as sink:
+                    sink.write((slice(None),) * array.ndim, array)
         stored = sum(file_sizes(Path(folder) / "study" / "logits").values()) / CASES
         print(f"{CASES} cases of {' x '.join(map(str, SIZE))}, float16, {stored / 1e6:.1f} MB of logits each")
         for latency, bandwidth in ((0.0, 1e12), (LATENCY, BANDWIDTH)):
