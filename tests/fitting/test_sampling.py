@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from segcal.errors import InputError
 from segcal.fitting import sampling
-from segcal.fitting.sampling import VoxelSampler
+from segcal.fitting.data import case_seed
+from segcal.fitting.sampling import VoxelSampler, _hash
 from segcal.kernels import Voxels
 from segcal.synthetic import Temperature, scenes
 
@@ -24,6 +25,12 @@ def draw(z, y, voxels, valid=None, seed=0):
     sampler = VoxelSampler(z.shape[1], voxels, seed)
     sampler.add(Voxels(z, y, mask=valid))
     return sampler.sample()
+
+
+def everything(z, y):
+    """All voxels, in the order of their keys."""
+    order = _hash(np.uint64(case_seed(0, "")) + np.arange(y.numel(), dtype=np.uint64)).argsort()
+    return z.movedim(1, -1).flatten(0, -2)[order], y.flatten()[order]
 
 
 def assert_same(first, second):
@@ -60,10 +67,10 @@ def test_every_stratum_is_seen_and_often_enough_for_a_standard_error():
 def test_strata_are_those_of_winner_correctness_and_confidence():
     z, y = scene()
     sample = draw(z, y, 10**6)
-    p = z.double().softmax(1).movedim(1, -1).flatten(0, -2)
+    p = sample.logits.double().softmax(1)
     for voxel in range(0, len(p), 97):
         winner = int(p[voxel].argmax())
-        right = winner == int(y.flatten()[voxel])
+        right = winner == int(sample.labels[voxel])
         level = sum(float(p[voxel, winner]) > edge for edge in sampling.CONFIDENCES)
         assert sample.strata[voxel] == (2 * winner + right) * 5 + level
 
@@ -102,8 +109,8 @@ def test_a_large_enough_sample_is_everything():
         sample = draw(z, y, voxels)
         assert sample.complete
         assert (sample.weights == 1).all()
-        assert torch.equal(sample.logits, z.movedim(1, -1).flatten(0, -2))
-        assert torch.equal(sample.labels, y.flatten())
+        for found, expected in zip((sample.logits, sample.labels), everything(z, y), strict=True):
+            assert torch.equal(found, expected)
     assert not draw(z, y, y.numel() - 1).complete
 
 
@@ -118,6 +125,34 @@ def test_chunks_do_not_matter(voxels):
             part = slice(first, first + rows)
             sampler.add(Voxels(z[:, :, part], y[:, part], mask=valid[:, part]))
         assert_same(sampler.sample(), whole)
+
+
+@pytest.mark.parametrize("voxels", [100, 400, 1500, 10**6])
+@pytest.mark.parametrize("sorted_by_class", [False, True])
+def test_who_reads_which_case_does_not_matter(voxels, sorted_by_class):
+    """Also where each process sees other classes, and far more voxels than a sample has."""
+    z, y = scene()
+    flat, labels = z.movedim(1, -1).flatten(0, -2), y.flatten()
+    if sorted_by_class:
+        order = flat.argmax(1).argsort(stable=True)
+        flat, labels = flat[order], labels[order]
+    cases = {f"case {n}": slice(n, n + 700) for n in range(0, len(labels), 700)}
+    names = list(cases)
+
+    def sampler(some):
+        own = VoxelSampler(4, voxels)
+        for name in some:
+            for part in (slice(0, 300), slice(300, None)):
+                own.add(Voxels(flat[cases[name]][part], labels[cases[name]][part]), name)
+        return own
+
+    whole = sampler(names).sample()
+    assert whole.complete == (voxels > len(labels))
+    for shares in ((names[:2], names[2:]), (names[1::2], names[::2]), (names[5:], names[2:5], names[:2])):
+        merged = sampler(shares[0])
+        for share in shares[1:]:
+            merged = merged.merge(sampler(share))
+        assert_same(merged.sample(), whole)
 
 
 def test_a_shift_in_the_data_leaves_the_sample_without_bias():
@@ -170,7 +205,7 @@ def test_small_types_are_float32_and_float64_keeps_its_digits():
     assert draw(z.half(), y, 500).logits.dtype == torch.float32
     exact = z.double() + 1e9
     sample = draw(exact, y, 10**6)
-    assert torch.equal(sample.logits, exact.movedim(1, -1).flatten(0, -2))
+    assert torch.equal(sample.logits, everything(exact, y)[0])
 
 
 def test_the_seed_decides():

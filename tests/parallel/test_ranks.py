@@ -1,6 +1,7 @@
 """Ranks of a torchrun job: rank 0 gets the answers of all, errors are clear, and results are those of one process."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import segcal
 from segcal.cases import write_dataset
 from segcal.errors import InputError
+from segcal.evaluation.evaluate import evaluate
+from segcal.evaluation.results import Results
 from segcal.parallel import ranks
 from segcal.synthetic import Temperature, scenes
 
@@ -38,6 +41,30 @@ def test_three_ranks_work_for_the_first(folder):
         said, errors = job.communicate(timeout=100)
     assert said == "all is well\n", errors
     assert job.returncode == 0
+
+
+def test_a_rank_that_is_killed_fails_the_job_and_resume_goes_on(folder, tmp_path, monkeypatch):
+    output = tmp_path / "results.json"
+    command = [str(TESTS / "rank_command.py"), "evaluate", str(folder), "--metrics", "nll,ece", "-o", str(output)]
+    monkeypatch.setenv("KILLED", "1")
+    monkeypatch.setenv("AFTER", "1")
+    with torchrun(2, *command) as job:
+        _, errors = job.communicate(timeout=100)
+    assert job.returncode == 1
+    assert re.search(r"Another rank ended|lost another rank", errors), errors
+    assert "--resume" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json.unfinished"]
+    monkeypatch.setenv("KILLED", "none")
+    with torchrun(2, *command, "--resume") as job:
+        said, errors = job.communicate(timeout=100)
+    assert job.returncode == 0, errors
+    assert "rank 1 measured 1" in said  # of its two cases
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    found = Results.from_json(output)
+    expected = evaluate(segcal.open_cases(folder), metrics=("nll", "ece"), regions=("everything", "boundary"))
+    for mine, own in zip(found.rows, expected.rows, strict=True):
+        assert mine._replace(value=0) == own._replace(value=0)
+        assert mine.value == pytest.approx(own.value, rel=1e-12)
 
 
 def test_ranks_of_different_versions_are_refused():

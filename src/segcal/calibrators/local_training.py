@@ -31,8 +31,9 @@ from segcal.calibrators.local_network import (
     temperature,
 )
 from segcal.cases import CaseSet
+from segcal.cases.shares import added, in_shares
 from segcal.errors import naming
-from segcal.fitting.data import FitData, Fitted, check_voxels
+from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels
 from segcal.fitting.measured import compared
 from segcal.parallel.threads import torch_threads
 from segcal.solvers import adam
@@ -73,7 +74,7 @@ class Crops(NamedTuple):
     """Crops of one size, first axis n.
 
     ``scores`` are padded logits, ``image`` the padded image, ``labels`` those of the box itself (or ``_IGNORED``),
-    ``inside`` whether a voxel is in the image and in no earlier crop, ``owner`` the index of the image.
+    ``inside`` whether a voxel is in the image and in no earlier crop, ``owner`` the number of the image.
     """
 
     scores: Tensor
@@ -186,7 +187,7 @@ class CropSource:
         crops = share * min(_VOXELS / math.prod(sides), _VALUES / padded)
         stream = data.voxels == "all" and len(data.cases) > 1
         self.per_case = None if stream else max(1, int(crops / len(data.cases)))
-        self._hold(None if stream else list(self._draw()))
+        self._hold(None if stream else self._gathered())
 
     def _hold(self, crops: list[Crops] | None) -> None:
         self._held = [Crops.join(crops)] if crops else crops
@@ -195,7 +196,7 @@ class CropSource:
 
     def parts(self) -> Iterator[Crops]:
         """All crops: at once if they are kept in memory, else case by case."""
-        yield from self._draw() if self._held is None else self._held
+        yield from (crops for _, crops in self.draw(self.cases)) if self._held is None else self._held
 
     def divided(self) -> tuple[CropSource, CropSource, str]:
         """Four fifths and one fifth of the images, or of the crops of a single image, and a note for the user.
@@ -246,19 +247,25 @@ class CropSource:
             return list(torch.split(torch.arange(len(crops.owner)), 1))
         return [(crops.owner == image).nonzero()[:, 0] for image in torch.unique(crops.owner)]
 
-    def _draw(self) -> Iterator[Crops]:
-        """The crops of each case."""
-        generator = torch.Generator().manual_seed(self.seed)
-        images = 0
-        for case in self.cases:
+    def _gathered(self) -> list[Crops]:
+        """The crops of all cases, each image with a number of its own."""
+        drawn, found, images = in_shares(_drawn, self.cases, self, merge=added), [], 0
+        for crops in (drawn[name] for name in self.cases.ids if name in drawn):
+            found.append(crops._replace(owner=crops.owner + images))
+            images += int(crops.owner.max()) + 1
+        return found
+
+    def draw(self, cases: CaseSet) -> Iterator[tuple[str, Crops]]:
+        """The crops of each case that has any."""
+        for case in cases:
             with naming(case=case.id):
-                crops = self._of_case(case, images, generator)
-            images += case.shape[0]
+                crops = self._of_case(case)
             if crops:
-                yield Crops.join(crops)
+                yield case.id, Crops.join(crops)
             del case, crops
 
-    def _of_case(self, case: Case, images: int, generator: torch.Generator) -> list[Crops]:
+    def _of_case(self, case: Case) -> list[Crops]:
+        generator = torch.Generator().manual_seed(case_seed(self.seed, case.id))
         valid = case.valid.any(0)
         boxes = _boxes(case.shape[2:], self.sides)
         # The mean over an image includes ignored voxels; otherwise windows without labels are useless.
@@ -270,9 +277,9 @@ class CropSource:
         if not case.source.sliceable:
             case.load()
         with torch_threads(1):
-            return [self._crop(case, boxes[index], images) for index in chosen]
+            return [self._crop(case, boxes[index]) for index in chosen]
 
-    def _crop(self, case: Case, box: tuple[tuple[int, int], ...], images: int) -> Crops:
+    def _crop(self, case: Case, box: tuple[tuple[int, int], ...]) -> Crops:
         """One window of every item of a case; beyond the border the image is mirrored."""
         batch, _, *spatial = case.shape
         window = Window(box, tuple(spatial), self.axes)
@@ -291,7 +298,11 @@ class CropSource:
         inside = F.pad(torch.ones_like(own, dtype=torch.bool), beyond)
         if len(box) > self.axes:  # a slice of a volume
             labels, inside = labels.flatten(0, 1), inside.flatten(0, 1)
-        return Crops(window.padded(logits).float().cpu(), image, labels, inside, images + torch.arange(batch))
+        return Crops(window.padded(logits).float().cpu(), image, labels, inside, torch.arange(batch))
+
+
+def _drawn(cases: CaseSet, source: CropSource) -> dict[str, Crops]:
+    return dict(source.draw(cases))
 
 
 def _crop_sides(cases: CaseSet, axes: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator
 from segcal.cases import CaseSet
+from segcal.cases.shares import in_shares
 from segcal.errors import check_whole
 from segcal.fitting.cost import FitCost
 from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
@@ -34,10 +35,15 @@ _MEMORY_SPEED = 1e9
 
 def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
     """One pass over all valid voxels, which also checks the data. Memory does not depend on their number."""
+    histogram = in_shares(_histogram, cases, classwise, merge=FineHistogram.merge)
+    check_voxels(histogram.voxels)
+    return histogram
+
+
+def _histogram(cases: CaseSet, classwise: bool) -> FineHistogram:
     histogram = FineHistogram(cases.num_classes, classwise=classwise)
     for _ in over_chunks(cases, lambda _, chunk: histogram.add(Voxels.of(chunk))):
         pass
-    check_voxels(histogram.voxels)
     return histogram
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.cases import CaseSet
+from segcal.cases.shares import added, in_shares
 from segcal.errors import check_name
-from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
+from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, over_chunks
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
@@ -27,6 +29,7 @@ from segcal.types import Case, Chunk, FloatArray
 
 __all__ = ["EnsembleTemperatureScaling", "TemperatureScaling"]
 
+T = TypeVar("T")
 Objective = Literal["nll", "mse"]
 Terms = tuple[float, FloatArray, FloatArray]
 
@@ -118,8 +121,7 @@ class TemperatureScaling(HasTemperature, Calibrator):
         known: dict[float, tuple[float, float, float]] = {}
 
         def whole(beta: float) -> tuple[float, float, float]:
-            sums = over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), beta))
-            known[beta] = sum(sums, TemperatureSums()).by_beta(beta)
+            known[beta] = in_shares(_sums_at, cases, beta, merge=added).by_beta(beta)
             return known[beta]
 
         beta = start
@@ -142,23 +144,38 @@ class TemperatureScaling(HasTemperature, Calibrator):
         return Fitted(nll_before, after, *outcome, voxels, notes)
 
 
+def _sums_at(cases: CaseSet, beta: float) -> TemperatureSums:
+    return sum(over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), beta)), TemperatureSums())
+
+
+_Drawn = dict[str, tuple[Tensor, Tensor]]  # logits (n, C) and labels (n,) of every case
+
+
 def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:
     """The sums at T = 1, which also checks the data, and a random sample: ``logits (n, C)``, ``labels (n,)``."""
-    random, share = np.random.default_rng(seed), SAMPLE_VOXELS / len(cases)
-    logits, labels = [torch.zeros(0, cases.num_classes)], [torch.zeros(0, dtype=torch.int64)]
+    total, drawn = in_shares(_look, cases, SAMPLE_VOXELS / len(cases), seed, merge=added)
+    check_voxels(total.count)
+    logits, labels = zip(*(drawn[name] for name in cases.ids), strict=True)
+    return total, torch.cat(logits), torch.cat(labels)
+
+
+def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Drawn]:
+    logits: dict[str, list[Tensor]] = {}
+    labels: dict[str, list[Tensor]] = {}
+    random: dict[str, np.random.Generator] = {}
 
     def look(case: Case, chunk: Chunk) -> TemperatureSums:
         voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
         part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
-        drawn = torch.from_numpy(random.integers(voxels, size=part)).to(chunk.logits.device)
+        own = random.setdefault(case.id, np.random.default_rng(case_seed(seed, case.id)))
+        drawn = torch.from_numpy(own.integers(voxels, size=part)).to(chunk.logits.device)
         drawn = drawn[chunk.valid.flatten()[drawn]]
-        logits.append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
-        labels.append(chunk.labels.flatten()[drawn].cpu().long())
+        logits.setdefault(case.id, []).append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
+        labels.setdefault(case.id, []).append(chunk.labels.flatten()[drawn].cpu().long())
         return temperature_sums(Voxels.of(chunk), 1.0)
 
     total = sum(over_chunks(cases, look), TemperatureSums())
-    check_voxels(total.count)
-    return total, torch.cat(logits), torch.cat(labels)
+    return total, {name: (torch.cat(logits[name]), torch.cat(labels[name])) for name in logits}
 
 
 class EnsembleTemperatureScaling(HasTemperature, Calibrator):
@@ -222,27 +239,19 @@ class EnsembleTemperatureScaling(HasTemperature, Calibrator):
         logits, weights_of_sample = sample.logits.double(), sample.weights / sample.total
         drawn = _label_log_parts(logits, sample.labels, scaling.beta)
 
-        def of_chunk(_: Case, chunk: Chunk) -> tuple[FloatArray, FloatArray]:
-            log_parts = _label_log_parts(chunk.logits, chunk.labels, scaling.beta, chunk.valid)
-            return log_parts, np.full(len(log_parts), 1 / first.total)
-
-        def everything() -> Iterator[tuple[FloatArray, FloatArray]]:
-            """The label's log-probability in each of the three distributions ``(n, 3)``, and the voxels' weights."""
-            return over_chunks(data.cases, of_chunk) if streaming else iter([(drawn, weights_of_sample)])
+        def total(function: Callable[[FloatArray, FloatArray], T]) -> T:
+            """The function of the label's log-probabilities ``(n, 3)`` and the voxels' weights, summed over all."""
+            if not streaming:
+                return function(drawn, weights_of_sample)
+            sums: T = in_shares(_mixture_sums, data.cases, function, scaling.beta, 1 / first.total, merge=added)
+            return sums
 
         if self.objective == "nll":
-
-            def whole(w: FloatArray) -> Terms:
-                value, slope, curvature = 0.0, np.zeros(3), np.zeros((3, 3))
-                for log_parts, own in everything():
-                    terms = _nll(w, log_parts, own)
-                    value, slope, curvature = value + terms[0], slope + terms[1], curvature + terms[2]
-                return value, slope, curvature
-
             solution = minimise(Newton(lambda w: _nll(w, drawn, weights_of_sample)), _START, 0.0, 1.0)
             if streaming:
                 # Start inside the simplex: at the sample's optimum, a label that was not drawn may be impossible.
-                solution = minimise(Newton(whole), 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
+                whole = Newton(lambda w: total(partial(_nll, w)))
+                solution = minimise(whole, 0.999 * solution.value + 0.001 * np.array(_START), 0.0, 1.0)
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
             steps = solution.iterations
         else:
@@ -250,21 +259,18 @@ class EnsembleTemperatureScaling(HasTemperature, Calibrator):
             converged, certificate, steps = True, 0.0, 0
         weights = weights / weights.sum()
 
-        def rise(w: FloatArray) -> float:
-            return sum(float(own @ _rise(w, log_parts)) for log_parts, own in everything())
-
         # The NLL of the temperature is that of all voxels. What the mixture adds to it is small, and may be sampled.
-        added = rise(weights)
+        rise = total(partial(_mean_rise, weights))
         notes, used = list(scaled.notes), first.total if streaming else len(sample)
         if used < first.total:
             notes.append(f"weights fitted to {sample.note(_rise(weights, drawn))}")
-        if added > (0.0 if self.objective == "nll" else rise(np.array(_IDENTITY))):
+        if rise > (0.0 if self.objective == "nll" else total(partial(_mean_rise, np.array(_IDENTITY)))):
             notes.append("no mixture is better than the temperature alone, which is kept")
-            weights, added = np.array(_ALONE), 0.0
+            weights, rise = np.array(_ALONE), 0.0
         self.beta.copy_(scaling.beta)
         self.weights.copy_(torch.from_numpy(weights))
         converged, steps = converged and scaled.converged, scaled.iterations + steps
-        return Fitted(first.nll, scaled.nll_after + added, converged, certificate, steps, used, notes)
+        return Fitted(first.nll, scaled.nll_after + rise, converged, certificate, steps, used, notes)
 
     def _summary(self) -> str:
         weights = " / ".join(f"{weight:.4f}" for weight in self.weights.tolist())
@@ -314,6 +320,20 @@ def _nll(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> Terms:
 def _rise(w: FloatArray, log_parts: FloatArray) -> FloatArray:
     """By how much each voxel's NLL ``(n,)`` exceeds that of temperature scaling."""
     return np.asarray(log_parts[:, 0] - logsumexp(log_parts, axis=1, b=w))
+
+
+def _mean_rise(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> float:
+    return float(weights @ _rise(w, log_parts))
+
+
+def _mixture_sums(cases: CaseSet, function: Callable[[FloatArray, FloatArray], T], beta: Tensor, weight: float) -> T:
+    """The sum over chunks of a function of the label's log-probabilities ``(n, 3)`` and of every voxel's weight."""
+
+    def of_chunk(_: Case, chunk: Chunk) -> T:
+        log_parts = _label_log_parts(chunk.logits, chunk.labels, beta, chunk.valid)
+        return function(log_parts, np.full(len(log_parts), weight))
+
+    return reduce(added, over_chunks(cases, of_chunk))
 
 
 def _least_squares(logits: Tensor, labels: Tensor, weights: FloatArray, beta: Tensor) -> FloatArray:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -204,12 +205,15 @@ def kept(arguments: Mapping[str, Any]) -> str:
     Examples:
         >>> kept({"output": "report", "resume": False})
         'Stopped. Finished work is kept in report. Run the same command with --resume to continue.'
+        >>> kept({"output": Path("results.json"), "resume": False})
+        'Stopped. Finished work is kept beside results.json. Run the same command with --resume to continue.'
         >>> kept({"data": "study"})
         'Stopped. Nothing is left half-written.'
     """
-    if "resume" not in arguments:
+    output = arguments.get("output", "")
+    if "resume" not in arguments or output is None:
         return "Stopped. Nothing is left half-written."
-    where = f" in {arguments['output']}" if "output" in arguments else ""
+    where = f" {'beside' if Path(output).suffix else 'in'} {output}" if output else ""
     return f"Stopped. Finished work is kept{where}. Run the same command with --resume to continue."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from itertools import chain
 from pathlib import Path
@@ -14,15 +15,18 @@ from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
 from segcal.cli.console import WIDE, new_table, out, progress, show_notes, show_table
 from segcal.cli.data import Data, Json, Labels, Layout, Workers, check_files, open_data, seed_option, split_names
+from segcal.errors import InputError
 from segcal.evaluation.apply import open_maps, write_maps
 from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
 from segcal.evaluation.plan import parse_metric
 from segcal.evaluation.results import Results
+from segcal.evaluation.unfinished import Unfinished
 from segcal.files.atomic import check_writable
 from segcal.files.folders import check_apart
 from segcal.metrics import METRICS, PRESETS, Column, options_of, preset
 from segcal.metrics.diagnosis import channels_in_words, verdicts_in_words
 from segcal.regions import REGIONS
+from segcal.study.work.store import class_key, content_key, fingerprints
 
 Metrics = Annotated[str, Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
 Regions = Annotated[str, Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
@@ -46,6 +50,7 @@ def evaluate_command(
     exact: Annotated[bool, Option("--exact", help="Exact bins (ace-adaptive, tace): reads every case twice.")] = False,
     workers: Workers = 1,
     seed: Annotated[int, seed_option("Seed of the local patches.")] = 0,
+    resume: Annotated[bool, Option("--resume", help="Go on with an evaluation that was stopped. Needs -o.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.
@@ -60,6 +65,8 @@ def evaluate_command(
         cases = cases.part(split)
     fitted = load(calibrator) if calibrator else None
     check_files([output, csv], cases, calibrator)
+    if resume and output is None:
+        raise InputError("came without --output", where="--resume", expected="-o, as in the command that was stopped")
     if plots:
         from segcal.plots.style import canvas
 
@@ -69,14 +76,26 @@ def evaluate_command(
     if maps:
         open_maps(cases, maps)
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
+    areas = split_names(regions, "--regions")
+    unfinished = None
+    if output:
+        # With all that decides the results: another dataset or calibrator goes on from nothing.
+        state = None if calibrator is None else hashlib.sha256(calibrator.read_bytes()).hexdigest()
+        names = [column if isinstance(column, str) else column.key for column in columns]
+        what = {"columns": names, "regions": areas, "exact": exact, "seed": seed, "classes": class_key(cases)}
+        key = content_key(cases=fingerprints(cases), fit=state, **what)
+        unfinished = Unfinished(output.with_name(f"{output.name}.unfinished"), key)
+        if not resume:
+            unfinished.remove()
     with progress("evaluating", len(cases) * (1 + exact)) as step:
         results = evaluate(
-            cases, fitted, metrics=columns, regions=split_names(regions, "--regions"),
-            exact=exact, workers=workers, seed=seed, progress=step,
+            cases, fitted, metrics=columns, regions=areas, exact=exact, workers=workers, seed=seed, progress=step,
+            unfinished=unfinished,
         )  # fmt: skip
     try:
-        if output:
+        if output and unfinished:
             results.to_json(output)
+            unfinished.remove()
         if csv:
             results.to_csv(csv)
         if plots:

@@ -23,6 +23,8 @@ from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, re
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
 from segcal.evaluation.pooled import case_sums, intervals, summed_columns
 from segcal.evaluation.results import POOLED, Results, Row, mean_over_channels
+from segcal.evaluation.unfinished import Unfinished
+from segcal.files.plain import packed, unpacked
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
 from segcal.metrics.diagnosis import diagnose, diagnose_channels
 from segcal.parallel.ranks import Progress
@@ -48,6 +50,7 @@ def evaluate(
     workers: int = 1,
     seed: int = 0,
     progress: Progress = lambda case: None,
+    unfinished: Unfinished | None = None,
 ) -> Results:
     """Measure scores against labels.
 
@@ -66,6 +69,7 @@ def evaluate(
         workers: Number of processes, which share the cases. In a torchrun job, its ranks share them instead.
         seed: Seed of the local patches, combined with the name of the case.
         progress: Called with the name of each case before it is read.
+        unfinished: Where to keep what is measured so far, and to go on from what is there.
 
     Examples:
         >>> import segcal
@@ -75,7 +79,7 @@ def evaluate(
         True
     """
     plan = Plan.make(metrics, regions, masks, seed=seed, exact=exact, background=cases.background)
-    return evaluate_many(plan, cases, {"": calibrator}, workers=workers, progress=progress)[""]
+    return evaluate_many(plan, cases, {"": calibrator}, workers=workers, progress=progress, unfinished=unfinished)[""]
 
 
 def evaluate_many(
@@ -86,6 +90,7 @@ def evaluate_many(
     workers: int = 1,
     progress: Progress = lambda case: None,
     counted: Collection[str] | None = None,
+    unfinished: Unfinished | None = None,
 ) -> dict[str, Results]:
     """``evaluate`` with several calibrators, by name, from one read of every case.
 
@@ -108,7 +113,7 @@ def evaluate_many(
         check_classes(cases, calibrator)
     some = None if counted is None or set(counted) >= set(cases.ids) else frozenset(counted)
     shared = partial(in_shares, workers=workers, progress=progress)
-    sums = shared(_measure_share, cases, plan, calibrators, some, merge=_merged)
+    sums = shared(_measure_share, cases, plan, calibrators, some, unfinished, merge=_merged)
     second = {key: second_passes(plan, plan.columns_of("pooled"), own.pooled) for key, own in sums.items()}
     if any(second.values()):
         second = shared(_second_share, cases, plan, calibrators, second, merge=_merged_again)
@@ -159,20 +164,64 @@ class _Sums:
         if self.counted is not self.pooled:
             self.counted.merge(other.counted)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it, exact to the bit."""
+        return {
+            "pooled": self.pooled.to_dict(),
+            "counted": None if self.counted is self.pooled else self.counted.to_dict(),
+            "rows": self.rows,
+            "balances": self.balances,
+            "spreads": self.spreads,
+            "reliability": self.reliability,
+            "sums": {case: [[*key, packed(own)] for key, own in sums.items()] for case, sums in self.sums.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> _Sums:
+        """The inverse of ``to_dict``."""
+        pooled = VoxelStatistics.from_dict(content["pooled"])
+        return cls(
+            pooled=pooled,
+            counted=VoxelStatistics.from_dict(content["counted"]) if content["counted"] else pooled,
+            rows=[Row(*row) for row in content["rows"]],
+            balances=content["balances"],
+            spreads=content["spreads"],
+            reliability=content["reliability"],
+            sums={
+                case: {(metric, region): unpacked(own) for metric, region, own in sums}
+                for case, sums in content["sums"].items()
+            },
+        )
+
 
 def _measure_share(
-    cases: CaseSet, plan: Plan, calibrators: _Calibrators, counted: frozenset[str] | None, *, progress: Progress
+    cases: CaseSet,
+    plan: Plan,
+    calibrators: _Calibrators,
+    counted: frozenset[str] | None,
+    unfinished: Unfinished | None,
+    *,
+    progress: Progress,
 ) -> dict[_Key, _Sums]:
     sums: dict[_Key, _Sums] = {}
     for key in product(calibrators, range(len(cases.channel_names or ("",)))):
         pooled = plan.statistics(cases.num_classes)
         sums[key] = _Sums(pooled, pooled if counted is None else pooled.empty_like())
     summed = summed_columns(plan, plan.statistics(cases.num_classes))
-    for channel, case, own in _channels(cases, calibrators, progress):
+    done, kept = (0, None) if unfinished is None else unfinished.read(cases.ids)
+    if kept is not None:
+        sums = {key: _Sums.from_dict(own) for key, own in zip(sums, kept, strict=True)}
+    for name in cases.ids[:done]:
+        progress(name)
+    for channel, case, own in _channels(cases[done:], calibrators, progress):
         with _at(cases, case, channel) as threads:
             for name, (rows, statistics) in measure_case(plan, case, own, threads).items():
                 one = _Sums.of(case.id, rows, statistics, counted is None or case.id in counted, summed)
                 sums[name, channel].merge(one)
+        if channel == len(cases.channel_names or ("",)) - 1:
+            done += 1
+            if unfinished is not None:
+                unfinished.write(cases.ids, done, lambda: [own.to_dict() for own in sums.values()])
         del case  # Otherwise it would stay in memory while the next one is read.
     return sums
 

@@ -1,7 +1,12 @@
-"""What goes into a fit, what comes out of it, and how every fit reads its cases."""
+"""What goes into a fit, what comes out of it, and how every fit reads its cases.
+
+Passes over all cases go through ``segcal.cases.shares.in_shares``: a function of some cases, and how answers add up.
+What is drawn at random is drawn case by case, with ``case_seed``, so that no result depends on who reads which case.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
@@ -52,6 +57,16 @@ def over_chunks(
 def _calibrated(case: Case, calibrator: AnyCalibrator) -> Iterator[Chunk]:
     for rows, scores in score_pieces(case, calibrator):
         yield Chunk(rows, scores, case.rows("labels", rows), case.rows("mask", rows), case.ignore_index)
+
+
+def case_seed(seed: int, case: str) -> int:
+    """A seed for one case, below 2^63.
+
+    Examples:
+        >>> case_seed(0, "a") == case_seed(0, "a") != case_seed(1, "a") != case_seed(1, "b")
+        True
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed} {case}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def check_voxels(count: int) -> None:

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from segcal.cases import CaseSet
+from segcal.cases.shares import added, in_shares
 from segcal.fitting.data import Fitted, over_chunks
 from segcal.fitting.expert_form import ExpertForm, Quadratic, Strengths
 from segcal.fitting.expert_sums import Rows, Sums, expert_map, expert_sums
 from segcal.fitting.first_pass import FirstPass, most_voxels
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import ExpertMap, fast_maps
+from segcal.kernels.experts import Features
 from segcal.solvers import DampedNewton, Newton, Policy, Problem, SampledNewton, Solution, minimise
 from segcal.types import Case, Chunk, FloatArray
 
@@ -73,7 +75,7 @@ class ExpertProblem:
     ) -> None:
         self.form, self.first, self.penalties = form, first, penalties
         self.basis, self.threads = form.basis, torch.get_num_threads()
-        self.cases = cases or ()
+        self.cases = cases
         self.streaming = cases is not None and not first.sample.complete
         self._sums = partial(expert_sums, features=form.features, threads=self.threads)
         self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
@@ -147,26 +149,9 @@ class ExpertProblem:
 
         The compiled loops have no curvature and cannot handle impossible classes.
         """
-        features, fast = self.form.features, not experts and not self.first.impossible
-
-        def chunk_sums(_: Case, chunk: Chunk) -> Sums:
-            if fast and fast_maps(chunk.logits) is not None:
-                from segcal.kernels.expert_cpu import expert_gradient
-
-                return Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
-            chosen = chunk.valid.cpu()
-            if experts and len(theta) > 1:
-                chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))
-            z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
-            rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
-            return self._sums(rows, theta, curvature=bool(experts), experts=experts, threads=threads)
-
-        size, threads = theta[0].size, self.threads if experts else 1
-        total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
-        for sums in over_chunks(self.cases, chunk_sums):
-            for whole, own in zip(total, sums, strict=True):
-                whole += own
-        return total
+        assert self.cases is not None
+        fast, threads = not experts and not self.first.impossible, self.threads if experts else 1
+        return in_shares(_share_sums, self.cases, theta, self.form.features, experts, fast, threads, merge=added)
 
     @cached_property
     def _sample_rows(self) -> Rows:
@@ -189,6 +174,31 @@ class ExpertProblem:
             values[e] += penalty.value(theta[e])
             gradient[e] += penalty.gradient(theta[e])
         return values, (gradient if self.basis is None else gradient @ self.basis).ravel()
+
+
+def _share_sums(
+    cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int] | None, fast: bool, threads: int
+) -> Sums:
+    """``ExpertProblem._streamed`` of some cases."""
+
+    def chunk_sums(_: Case, chunk: Chunk) -> Sums:
+        if fast and fast_maps(chunk.logits) is not None:
+            from segcal.kernels.expert_cpu import expert_gradient
+
+            return Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
+        chosen = chunk.valid.cpu()
+        if experts and len(theta) > 1:
+            chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))
+        z, labels = chunk.logits.movedim(1, -1).cpu()[chosen], chunk.labels.cpu()[chosen]
+        rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
+        return expert_sums(rows, theta, features, curvature=bool(experts), experts=experts, threads=threads)
+
+    size = theta[0].size
+    total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
+    for sums in over_chunks(cases, chunk_sums):
+        for whole, own in zip(total, sums, strict=True):
+            whole += own
+    return total
 
 
 def sample_voxels(form: ExpertForm, *, everything: bool) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from segcal.cases import CaseSet, Split
 from segcal.cases.calibrated import AnyCalibrator
+from segcal.cases.shares import in_shares
 from segcal.fitting.data import FitData, over_chunks
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import VoxelSample, VoxelSampler
@@ -48,10 +49,7 @@ class FirstPass:
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator = None) -> FirstPass:
         """Read all cases once, mapped by the base if there is one; raises where scores or labels are invalid."""
-        sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
-        true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
-        for seen in over_chunks(cases, lambda _, chunk: sampler.add(Voxels.of(chunk)), base):
-            true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
+        sampler, true, nll, impossible = in_shares(_survey, cases, voxels, seed, base, merge=_merged)
         sample = sampler.sample()
         if impossible:
             sample = replace(sample, logits=only_possible(sample.logits))
@@ -73,6 +71,21 @@ class FirstPass:
         """1 / temperature with the lowest NLL on the sample, within bounds."""
         loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS))
         return newton_1d(loss, 1.0, (LOWEST, HIGHEST), tolerance=_TEMPERATURE_SLOPE).value
+
+
+_Surveyed = tuple[VoxelSampler, NDArray[np.int64], float, bool]
+
+
+def _survey(cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator) -> _Surveyed:
+    sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
+    true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
+    for seen in over_chunks(cases, lambda case, chunk: sampler.add(Voxels.of(chunk), case.id), base):
+        true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible
+    return sampler, true, nll, impossible
+
+
+def _merged(mine: _Surveyed, other: _Surveyed) -> _Surveyed:
+    return mine[0].merge(other[0]), mine[1] + other[1], mine[2] + other[2], mine[3] or other[3]
 
 
 def most_voxels(num_classes: int) -> int:

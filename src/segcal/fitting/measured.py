@@ -12,6 +12,7 @@ from torch import Tensor
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator
+from segcal.cases.shares import in_shares
 from segcal.fitting.data import check_voxels, over_chunks
 from segcal.fitting.first_pass import check_possible
 from segcal.statistics import VoxelStatistics
@@ -30,6 +31,13 @@ def mean_loss(cases: CaseSet, calibrator: AnyCalibrator = None) -> Loss:
 
     Raises where scores or labels are invalid.
     """
+    statistics = in_shares(_losses, cases, calibrator, merge=VoxelStatistics.merge)
+    count = statistics.count()
+    check_voxels(count)
+    return Loss(float(statistics.total().losses.sum(0)[0]) / count, count)
+
+
+def _losses(cases: CaseSet, calibrator: AnyCalibrator) -> VoxelStatistics:
     statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
 
     def add(case: Case, chunk: Chunk) -> None:
@@ -39,9 +47,7 @@ def mean_loss(cases: CaseSet, calibrator: AnyCalibrator = None) -> Loss:
 
     for _ in over_chunks(cases, add, calibrator):
         pass
-    count = statistics.count()
-    check_voxels(count)
-    return Loss(float(statistics.total().losses.sum(0)[0]) / count, count)
+    return statistics
 
 
 def compared(nll: float, other: float) -> str:

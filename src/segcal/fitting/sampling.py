@@ -6,8 +6,9 @@ Classes share the sample equally, and the strata of a class in proportion to siz
 allocation): ``1 - confidence`` where the prediction is right, 1 where it is wrong. Each voxel drawn stands for
 ``size of stratum / number drawn`` voxels.
 
-A voxel's random key is a hash of its position in the data, and a stratum keeps the voxels with the lowest keys. So the
-sample does not depend on how the data are cut into chunks, and a smaller sample is part of the larger.
+A voxel's random key is a hash of its case and its position there, and a stratum keeps the voxels with the lowest keys.
+So the sample does not depend on how the data are cut into chunks or shared by processes, and a smaller sample is part
+of the larger.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.fitting.data import check_voxels
+from segcal.fitting.data import case_seed, check_voxels
 from segcal.kernels import Voxels
 from segcal.kernels.fitting_passes import Survey, survey
 from segcal.types import FloatArray
@@ -119,15 +120,16 @@ class VoxelSampler:
         self._sizes = np.zeros(strata, np.int64)
         self._highest = np.full(strata, np.iinfo(np.uint64).max, np.uint64)  # keys above are not kept
         self._parts: list[VoxelSample] = []
-        self._held = self._seen = 0
+        self._held = 0
+        self._next: dict[str, int] = {}  # the number of the next voxel of every case
 
-    def add(self, voxels: Voxels) -> Survey:
-        """Draw from these voxels; raises where a valid one has invalid scores."""
+    def add(self, voxels: Voxels, case: str = "") -> Survey:
+        """Draw from the next voxels of a case; raises where a valid one has invalid scores."""
         seen = survey(voxels, CONFIDENCES)
         strata, logits, flat_labels = seen.strata, voxels.logits.detach(), voxels.labels.reshape(-1)
-        first = np.uint64(self._seen % 2**32) + np.uint64(self.seed % 2**32) * np.uint64(2**32)
-        kept, keys = _choose(strata, first, self._highest, self._sizes)
-        self._seen += len(strata)
+        first = self._next.setdefault(case, case_seed(self.seed, case))
+        kept, keys = _choose(strata, np.uint64(first), self._highest, self._sizes)
+        self._next[case] = first + len(strata)
         item, place = np.divmod(kept, max(1, len(strata) // max(1, len(logits))))
         scores = logits.flatten(2) if logits.ndim > 2 else logits[:, :, None]
         drawn = _rows(flat_labels, kept).long()
@@ -138,6 +140,17 @@ class VoxelSampler:
         if self._held > _MOST * self.voxels:
             self._thin(int(_SPARE * self.voxels))
         return seen
+
+    def merge(self, other: VoxelSampler) -> VoxelSampler:
+        """Add the voxels that ``other`` has drawn from other cases, and return self."""
+        self._sizes += other._sizes
+        self._highest = np.minimum(self._highest, other._highest)
+        parts = (*self._parts, *other._parts)
+        self._parts = [part.take(np.flatnonzero(part.keys <= self._highest[part.strata])) for part in parts]
+        self._held = sum(map(len, self._parts))
+        if self._held > _MOST * self.voxels:
+            self._thin(int(_SPARE * self.voxels))
+        return self
 
     def _thin(self, voxels: int) -> VoxelSample:
         strata, keys = (np.concatenate([getattr(part, name) for part in self._parts]) for name in ("strata", "keys"))
@@ -156,9 +169,10 @@ class VoxelSampler:
         return self._parts[0]
 
     def sample(self) -> VoxelSample:
-        """The sample of all data so far."""
+        """The sample of all data so far, in the order of the keys: whoever drew them, they come in the same order."""
         check_voxels(int(self._sizes.sum()))
-        return replace(self._thin(self.voxels), sizes=self._sizes.copy())
+        sample = self._thin(self.voxels)
+        return replace(sample.take(np.argsort(sample.keys)), sizes=self._sizes.copy())
 
 
 def _rows(values: Tensor, *places: Ints) -> Tensor:

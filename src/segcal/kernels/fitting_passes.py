@@ -184,6 +184,12 @@ class FineHistogram:
         """Add the valid voxels; raises if one is unfit."""
         (self._add if fast_maps(voxels.logits) is None else self._add_fast)(voxels)
 
+    def merge(self, other: FineHistogram) -> FineHistogram:
+        """Add what ``other`` has seen, and return self."""
+        for name in ("counts", "positive", "probability", "voxels", "nll"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
     def _add(self, voxels: Voxels) -> None:
         """The definition."""
         for piece in voxels.pieces():

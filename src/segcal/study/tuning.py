@@ -20,6 +20,7 @@ from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.per_channel import for_each_channel
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
+from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, check_name, check_seed, check_whole, import_extra, naming
 from segcal.evaluation.measure import CaseVoxels
 from segcal.evaluation.plan import DEFAULT_BINS, Plan
@@ -265,16 +266,21 @@ def _path(
 
 def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Values]]:
     """For each calibrator, the metrics of every case. The cases are read once."""
+    found = in_shares(_case_values, cases, calibrators, merge=added)
+    return [list(own) for own in zip(*(found[name] for name in cases.ids), strict=True)]
+
+
+def _case_values(cases: CaseSet, calibrators: Sequence[Calibrator]) -> dict[str, list[Values]]:
+    """By case, the metrics of each calibrator."""
     plan, threads = Plan.make(tuple(_METRICS)), torch.get_num_threads()
-    found: list[list[Values]] = [[] for _ in calibrators]
+    found = {}
     for case in cases:
         with naming(case=case.id):
             voxels = CaseVoxels(plan, case, dict(enumerate(calibrators)), threads)
             own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
             for index, view, window, logits in voxels.pieces():
                 view.add_to(own[index], window, logits)
-        for values, statistics in zip(found, own, strict=True):
-            values.append({name: metric(statistics) for name, metric in _METRICS.items()})
+        found[case.id] = [{name: metric(one) for name, metric in _METRICS.items()} for one in own]
         del case
     return found
 

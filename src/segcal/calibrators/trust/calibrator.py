@@ -18,6 +18,7 @@ from segcal.calibrators.trust.network import SMALLEST_SCALE, TrustNetwork, held_
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
 from segcal.calibrators.trust.tiles import Images, Tile, images_at_once, tiles
 from segcal.cases import CaseSet
+from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, naming
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.limits import BETA, COUNT, SHARE, Limits
@@ -188,13 +189,7 @@ class TrustCalibration(Calibrator):
 
     def _measure(self, cases: CaseSet) -> tuple[float, int]:
         """The NLL, and how many voxels are levelled."""
-        nll, count, levelled = 0.0, 0, 0
-        for case, tile, seen in trust_fit.tiles_of(cases, self.beta):
-            log_probs, moved = self._level(tile)
-            nll -= float(log_probs[0].flatten(1)[seen.labels, seen.where].double().sum())
-            count += len(seen.where)
-            levelled += int(moved.flatten()[seen.where].sum())
-            del case
+        nll, count, levelled = in_shares(_level_sums, cases, self, merge=added)
         return nll / count, levelled
 
     # -- applying ------------------------------------------------------------------------------------------------------
@@ -285,6 +280,18 @@ class TrustCalibration(Calibrator):
         """
         exact = at_least_float32(logits) if isinstance(logits, Tensor) else [at_least_float32(z) for z in logits]
         return self(exact).amax(1).exp()  # type: ignore[no-any-return]
+
+
+def _level_sums(cases: CaseSet, calibrator: TrustCalibration) -> tuple[float, int, int]:
+    """The sum of the NLL, how many voxels there are, and how many are levelled."""
+    nll, count, levelled = 0.0, 0, 0
+    for case, tile, seen in trust_fit.tiles_of(cases, calibrator.beta):
+        log_probs, moved = calibrator._level(tile)
+        nll -= float(log_probs[0].flatten(1)[seen.labels, seen.where].double().sum())
+        count += len(seen.where)
+        levelled += int(moved.flatten()[seen.where].sum())
+        del case
+    return nll, count, levelled
 
 
 def _by_image(numbers: Tensor, like: Tensor) -> Tensor:

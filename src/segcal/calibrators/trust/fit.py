@@ -16,8 +16,9 @@ from segcal.calibrators.trust.network import Sample, TrustNetwork
 from segcal.calibrators.trust.rising import OddsHistogram, apply_rising
 from segcal.calibrators.trust.tiles import Images, Tile, tiles
 from segcal.cases import CaseSet
+from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, naming
-from segcal.fitting.data import check_voxels
+from segcal.fitting.data import case_seed, check_voxels
 from segcal.fitting.first_pass import check_possible
 from segcal.types import Case, FloatArray
 
@@ -93,38 +94,63 @@ class Survey(NamedTuple):
     mistakes: int
 
 
+class _Seen(NamedTuple):
+    """What the first pass finds in some cases; voxels and summaries by case."""
+
+    odds: OddsHistogram
+    samples: dict[str, list[tuple[Tensor, ...]]]
+    wrong: dict[str, list[tuple[Tensor, ...]]]
+    summaries: dict[str, Tensor]
+    voxels: int
+    mistakes: int
+
+
 def survey(cases: CaseSet, beta: Tensor, folds: dict[str, int] | None, seed: int) -> Survey:
     """One pass over all cases."""
-    odds, random = OddsHistogram(), np.random.default_rng(seed)
-    samples: list[tuple[Tensor, ...]] = []
-    wrong: list[tuple[Tensor, ...]] = []
+    found = in_shares(_survey, cases, beta, folds, seed, len(cases), merge=added)
+    check_voxels(found.voxels)
+    sample = Sample(*_columns(cases, found.samples))
+    logits, labels, own_folds, weights = _columns(cases, found.wrong)
+    mistakes = WrongVoxels(logits, labels, own_folds.numpy(), weights.numpy())
+    summaries = torch.cat([found.summaries[name] for name in cases.ids]).cpu()
+    return Survey(found.odds, sample, mistakes, summaries, found.voxels, found.mistakes)
+
+
+def _columns(cases: CaseSet, rows: dict[str, list[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
+    """What was drawn, in the order of the cases."""
+    parts = [part for name in cases.ids for part in rows.get(name, ())]
+    return (torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _survey(cases: CaseSet, beta: Tensor, folds: dict[str, int] | None, seed: int, count: int) -> _Seen:
+    """The first pass over some of ``count`` cases."""
+    odds, voxels, mistakes = OddsHistogram(), 0, 0
+    samples: dict[str, list[tuple[Tensor, ...]]] = {}
+    wrong: dict[str, list[tuple[Tensor, ...]]] = {}
     summaries: dict[str, Tensor] = {}
-    voxels = mistakes = 0
     most_wrong = _WRONG_VALUES // cases.num_classes
     for case, tile, seen in tiles_of(cases, beta):
+        if case.id not in summaries:
+            random = np.random.default_rng(case_seed(seed, case.id))
         summaries[case.id] = tile.summary
         if not len(seen.where):
             continue
-        right, part = seen.right, tile.winner.numel() / np.prod(case.shape[2:]) / len(cases)
+        right, part = seen.right, tile.winner.numel() / np.prod(case.shape[2:]) / count
         odds.add(seen.log_odds, right)
         fold = 0 if folds is None else folds[case.id]
         chosen, weights = _draw(seen.log_odds, _TRAINED * part, random)
-        samples.append((
+        samples.setdefault(case.id, []).append((
             tile.features[0].flatten(1)[:, seen.where[chosen]].T.float(), seen.winner[chosen],
             seen.log_odds[chosen].float(), right[chosen].float(), weights, torch.full_like(chosen, fold),
         ))  # fmt: skip
         mistaken = (~right).nonzero().squeeze(1)
         kept = mistaken[torch.from_numpy(random.permutation(len(mistaken))[: int(most_wrong * part) + 1])]
-        wrong.append((
+        wrong.setdefault(case.id, []).append((
             float(beta) * tile.logits[0].flatten(1)[:, seen.where[kept]].T.float().cpu(), seen.labels[kept].cpu(),
             torch.full((len(kept),), fold), torch.full((len(kept),), len(mistaken) / max(1, len(kept))).double(),
         ))  # fmt: skip
         voxels, mistakes = voxels + len(right), mistakes + len(mistaken)
-    check_voxels(voxels)
-    sample = Sample(*(torch.cat(column) for column in zip(*samples, strict=True)))
-    logits, labels, own_folds, weights = (torch.cat(column) for column in zip(*wrong, strict=True))
-    mistakes_drawn = WrongVoxels(logits, labels, own_folds.numpy(), weights.numpy())
-    return Survey(odds, sample, mistakes_drawn, torch.cat(list(summaries.values())).cpu(), voxels, mistakes)
+    return _Seen(odds, samples, wrong, summaries, voxels, mistakes)
 
 
 def _draw(log_odds: Tensor, count: float, random: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -153,11 +179,27 @@ def choose_share(
     cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor
 ) -> tuple[Choice, list[Choice]]:
     """The w of the lowest NLL among those whose mean ECE is within a paired standard error of the lowest one."""
-    histograms = [OddsHistogram() for _ in SHARES]
+    histograms = in_shares(_odds_of_shares, cases, beta, folds, network, first, merge=added)
+    maps = [histogram.rising() for histogram in histograms]
+    nll, tables = in_shares(_bins_of_shares, cases, beta, folds, network, first, maps, merge=added)
+    return _chosen(nll, np.stack([tables[name] for name in cases.ids if tables[name][0, 0].any()]), maps)
+
+
+def _odds_of_shares(
+    cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor
+) -> tuple[OddsHistogram, ...]:
+    """A histogram of the log-odds for every w."""
+    histograms = tuple(OddsHistogram() for _ in SHARES)
     for case, tile, seen in tiles_of(cases, beta):
         for histogram, odds in zip(histograms, _mixtures(tile, seen, first, network, folds[case.id]), strict=True):
             histogram.add(odds, seen.right)
-    maps = [histogram.rising() for histogram in histograms]
+    return histograms
+
+
+def _bins_of_shares(
+    cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor, maps: list[Tensor]
+) -> tuple[FloatArray, dict[str, FloatArray]]:
+    """The NLL of every w, and the bins of every case."""
     nll, tables = np.zeros(len(SHARES)), {name: np.zeros((len(SHARES), 3, _BINS)) for name in cases.ids}
     for case, tile, seen in tiles_of(cases, beta):
         right = seen.right.cpu()
@@ -165,7 +207,7 @@ def choose_share(
             loss, table = _binned(apply_rising(maps[place], odds.cpu()), right)
             nll[place] += loss
             tables[case.id][place] += table
-    return _chosen(nll, np.stack([own for own in tables.values() if own[0, 0].any()]), maps)
+    return nll, tables
 
 
 def _mixtures(tile: Tile, seen: Valid, first: Tensor, network: TrustNetwork, fold: int) -> Iterator[Tensor]:

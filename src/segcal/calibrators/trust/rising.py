@@ -34,6 +34,11 @@ class OddsHistogram:
         self.counts += torch.bincount(bins, minlength=LOGIT_BINS).cpu().numpy()
         self.right += torch.bincount(bins[right], minlength=LOGIT_BINS).cpu().numpy()
 
+    def __add__(self, other: OddsHistogram) -> OddsHistogram:
+        both = OddsHistogram()
+        both.counts, both.right = self.counts + other.counts, self.right + other.right
+        return both
+
     def rising(self) -> Tensor:
         """The isotonic regression of ``right``, as log-odds at the centres of the bins ``(bins,)``.
 
