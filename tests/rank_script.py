@@ -9,16 +9,13 @@ import pytest
 
 import segcal
 import worker_tasks
-from segcal.calibrators import CALIBRATORS, temperature
+from segcal.calibrators import TemperatureScaling
 from segcal.cases.shares import check_same
 from segcal.errors import DataError, InputError
 from segcal.evaluation.evaluate import evaluate_many, versions
 from segcal.evaluation.plan import Plan
-from segcal.fitting import expert_exact
 from segcal.parallel.ranks import alone, crew, joined
 from segcal.parallel.workers import in_turn, in_workers
-from segcal.study.tuning import tune
-from segcal.synthetic import SpatialTemperature, scenes
 
 
 def answers_are_merged_whoever_has_work():
@@ -55,35 +52,18 @@ def a_dataset_that_differs_is_refused(folder):
         check_same(cases)
 
 
-def results_are_those_of_one_process(folder):
-    cases, plan = segcal.open_cases(folder), Plan.make(("nll", "ece", "tace"), ("everything", "boundary"), exact=True)
-    together = evaluate_many(plan, cases, {"": None})[""]
-    with alone():
-        one = evaluate_many(plan, cases, {"": None})[""]
-    for mine, own in zip(together.rows, one.rows, strict=True):
-        assert mine._replace(value=0) == own._replace(value=0)  # counts are equal
-        assert mine.value == pytest.approx(own.value, rel=1e-12)
-    assert together.reliability["everything"]["cases"] == one.reliability["everything"]["cases"]
-
-
-def calibrators_are_those_of_one_process(cases):
-    # Fewer than the cases have, so that exact fits read the cases again and again.
-    expert_exact.SAMPLE_VOXELS = temperature.MIXTURE_VOXELS = 3000
-    fast = {"lts-ti": {"epochs": 2}}
-    for method in ("ts", "ets", "cms-op", "histogram", "lts-ti", "trust"):
-        fits = []
-        for whom in (nullcontext, alone):
-            with whom():
-                fits.append(CALIBRATORS[method](**fast.get(method, {})).fit(cases, voxels="all"))
-        mine, own = (fit.tensors() for fit in fits)
-        for name in own:
-            gap = float((mine[name] - own[name]).abs().max() / own[name].abs().max().clamp(min=1))
-            assert gap < 1e-8, f"{method} {name} {gap}"
-        assert fits[0].fit_report.nll_after == pytest.approx(fits[1].fit_report.nll_after, rel=1e-10), method
-        assert fits[0].fit_report.voxels_used == fits[1].fit_report.voxels_used
-    tuned = tune("vs", cases, strengths=(1.0, 0.01))
-    with alone():
-        assert tuned.tuning == tune("vs", cases, strengths=(1.0, 0.01)).tuning
+def a_fit_and_an_evaluation_are_those_of_one_process(folder):
+    cases, plan = segcal.open_cases(folder), Plan.make(("nll", "ece"), ("everything", "boundary"))
+    found = []
+    for whom in (nullcontext, alone):
+        with whom():
+            fitted = TemperatureScaling().fit(cases)
+            found.append((evaluate_many(plan, cases, {"": fitted})[""], fitted.temperature))
+    (mine, together), (own, one) = found
+    assert together == pytest.approx(one, rel=1e-8)
+    for row, other in zip(mine.rows, own.rows, strict=True):
+        assert row._replace(value=0) == other._replace(value=0)  # counts are equal
+        assert row.value == pytest.approx(other.value, rel=1e-8)
 
 
 if __name__ == "__main__":
@@ -94,7 +74,6 @@ if __name__ == "__main__":
             answers_are_merged_whoever_has_work()
             errors_of_any_rank_reach_the_first_and_the_job_goes_on()
             tasks_are_taken_in_turn_each_once()
-            results_are_those_of_one_process(sys.argv[1])
-            calibrators_are_those_of_one_process(scenes(9, size=(24, 32), plant=[SpatialTemperature()]))
+            a_fit_and_an_evaluation_are_those_of_one_process(sys.argv[1])
             a_dataset_that_differs_is_refused(sys.argv[1])
             print("all is well")

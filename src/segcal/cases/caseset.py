@@ -45,7 +45,7 @@ class CaseRef:
 
     @property
     def size(self) -> int:
-        """Bytes of its files, as this machine sees them; 0 without files, -1 if one is missing."""
+        """Bytes of its files, as this machine sees them; 0 without files on it, -1 if one is missing."""
         sizes = [file_size(path) for path in self.files]
         return -1 if None in sizes else sum(size or 0 for size in sizes)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from segcal.files.atomic import write_text
+from segcal.files.atomic import remove_leftovers, write_text
 
 # Seconds between two writes: what a stopped evaluation has to do again.
 EVERY = 10.0
@@ -41,12 +41,13 @@ class Unfinished:
     def write(self, share: Sequence[str], done: int, sums: Callable[[], Any]) -> None:
         """Keep the sums of the first cases of this share, if the last ones were kept long enough ago."""
         if time.time() - self._written >= EVERY:
-            self.folder.mkdir(exist_ok=True)
             write_text(self._file(share), json.dumps({"done": done, "sums": sums()}))
             self._written = time.time()
 
     def remove(self) -> None:
         """Remove what was kept."""
+        if self.folder.is_dir():
+            remove_leftovers(self.folder)
         for file in self.folder.glob(_NAME.format("*")):
             file.unlink()
         with suppress(OSError):  # missing, or with files of others

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from segcal.errors import OutputError
-from segcal.files.remote import RemotePath, check_local, replaced
+from segcal.files.remote import RemotePath, check_local, file_sizes, replaced
 
 # A temporary name contains the machine and the process, so that the files of killed processes can be found.
 _TEMPORARY = re.compile(r"\.segcal-tmp-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+")
@@ -132,9 +132,11 @@ def file_state(path: Path) -> Any:
 
 
 def file_size(path: Path) -> int | None:
-    """Bytes of a file, or of all files of a folder; None if it is missing."""
+    """Bytes of a file, or of all files of a folder, on this machine; None if it is missing, 0 in an object store."""
+    if isinstance(path, RemotePath):  # Asking takes time, and all machines see the same.
+        return 0
     try:
-        return sum(file_size(item) or 0 for item in path.iterdir()) if path.is_dir() else path.stat().st_size
+        return sum(size or 0 for size in file_sizes(path).values()) if path.is_dir() else path.stat().st_size
     except OSError:
         return None
 

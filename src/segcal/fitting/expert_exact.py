@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,8 @@ class ExpertProblem:
         """
         assert self.cases is not None
         fast, threads = not experts and not self.first.impossible, self.threads if experts else 1
-        return in_shares(_share_sums, self.cases, theta, self.form.features, experts, fast, threads, merge=added)
+        options = self.form.features, experts, fast, threads
+        return added(*in_shares(_share_sums, self.cases, theta, *options, merge=_added_exactly))
 
     @cached_property
     def _sample_rows(self) -> Rows:
@@ -178,8 +179,8 @@ class ExpertProblem:
 
 def _share_sums(
     cases: CaseSet, theta: FloatArray, features: Features, experts: Sequence[int] | None, fast: bool, threads: int
-) -> Sums:
-    """``ExpertProblem._streamed`` of some cases."""
+) -> tuple[Sums, Sums]:
+    """``ExpertProblem._streamed`` of some cases, and what rounding has lost of it."""
 
     def chunk_sums(_: Case, chunk: Chunk) -> Sums:
         if fast and fast_maps(chunk.logits) is not None:
@@ -193,12 +194,22 @@ def _share_sums(
         rows = Rows.of(z, labels, np.ones(len(z)), features, len(theta))
         return expert_sums(rows, theta, features, curvature=bool(experts), experts=experts, threads=threads)
 
-    size = theta[0].size
-    total = Sums(np.zeros(len(theta)), np.zeros(theta.shape), np.zeros((len(theta), size, size) if experts else 0))
-    for sums in over_chunks(cases, chunk_sums):
-        for whole, own in zip(total, sums, strict=True):
-            whole += own
-    return total
+    nothing = Sums(*[np.zeros(())] * 3)
+    return reduce(_added_exactly, ((sums, nothing) for sums in over_chunks(cases, chunk_sums)))
+
+
+def _added_exactly(mine: tuple[Sums, Sums], other: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
+    """Sums, and what rounding has lost of them (Knuth's two-sum), so that their order does not matter.
+
+    Where parameters are hardly determined, the rounding of a sum in another order would move them by 1e-8.
+    """
+    total, lost = added(mine[0], other[0]), added(mine[1], other[1])
+    moved = Sums(*(whole - own for whole, own in zip(total, mine[0], strict=True)))
+    errors = (
+        (own - (whole - part)) + (new - part) + low
+        for whole, own, new, part, low in zip(total, mine[0], other[0], moved, lost, strict=True)
+    )
+    return total, Sums(*errors)
 
 
 def sample_voxels(form: ExpertForm, *, everything: bool) -> int:
