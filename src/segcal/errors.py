@@ -81,6 +81,17 @@ def naming(*, case: str | None = None, where: str | None = None) -> Iterator[Non
         raise error.at(case=case, where=where) from None
 
 
+@contextmanager
+def left_for_later() -> Iterator[None]:
+    """Ignore errors that will be raised again; a server that cannot be reached is an error now."""
+    try:
+        yield
+    except UnreachableError:
+        raise
+    except SegcalError:
+        pass
+
+
 class InputError(SegcalError):
     """An argument has the wrong shape, type or values."""
 
@@ -95,6 +106,10 @@ class ConfigError(SegcalError):
 
 class OutputError(SegcalError):
     """A result could not be written."""
+
+
+class UnreachableError(DataError, OutputError):
+    """A server does not answer, or denies access: whatever comes next would fail, too."""
 
 
 class WorkerError(SegcalError):

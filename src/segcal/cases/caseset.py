@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
-from segcal.errors import InputError, SegcalError, check_name, check_seed
+from segcal.errors import InputError, check_name, check_seed, left_for_later
 from segcal.files.atomic import file_size
 from segcal.parallel.threads import torch_threads
 from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind, check_members, check_pooling, no_members
@@ -289,7 +288,7 @@ def _open_and_call(ref: CaseRef, method: str, *arguments: Any) -> Case:
 def _open_ahead(ref: CaseRef) -> Case:
     """Open a case, and read it unless it is huge. Errors of reading are raised again when the tensor is used."""
     case = ref.open()
-    with suppress(SegcalError):
+    with left_for_later():
         if 4 * int(np.prod(case.shape, dtype=np.int64)) <= PREFETCH_BYTES:
             case.load()
     return case

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from segcal.cases.formats import Array, ArrayFile, format_of, open_array
 from segcal.cases.formats.base import Stored
 from segcal.cases.layout import CaseFiles
-from segcal.errors import DataError, SegcalError
+from segcal.errors import DataError, left_for_later
 
 # The usual names of arrays in files that hold several.
 SCORE_KEYS = ("probabilities", "logits", "probs", "softmax", "scores")
@@ -142,7 +141,7 @@ def missing_notes(cases: Sequence[CaseFiles]) -> list[str]:
 
 def _partial(path: Path, usual: tuple[str, ...]) -> Stored | None:
     if (format := format_of(path)) and format.sparse:
-        with suppress(SegcalError):  # It is raised again when the file is read.
+        with left_for_later():  # It is raised again when the file is read.
             stored = open_array(path, usual=usual).stored()
             return stored if stored.missing else None
     return None

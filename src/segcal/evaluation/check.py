@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from segcal.cases.layout import CaseFiles, Found
 from segcal.cases.open import find_cases, missing_labels, wrong_names
 from segcal.cases.oriented import SCORE_KEYS, missing_notes
 from segcal.cases.splits import in_no_part
-from segcal.errors import DataError, SegcalError
+from segcal.errors import DataError, SegcalError, UnreachableError, left_for_later
 from segcal.files.plain import plain
 from segcal.files.remote import as_path
 from segcal.metrics import Measure, accuracy, confidence_balance, entropy, nll
@@ -193,7 +192,7 @@ def _usual_channels(found: Found) -> int | None:
     """The most common number of channels, so that a single odd case does not make all others look wrong."""
     counts: Counter[int] = Counter()
     for files in found.cases:
-        with suppress(SegcalError):  # Reported when the case is read.
+        with left_for_later():  # Reported when the case is read.
             counts[open_array(files.members[0], key=found.config.key, usual=SCORE_KEYS).shape[0]] += 1
     return counts.most_common(1)[0][0] if counts else None
 
@@ -207,6 +206,8 @@ def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
             return None
         try:
             return read()
+        except UnreachableError:
+            raise
         except SegcalError as error:
             report.problems.append(error)
         except Exception as error:

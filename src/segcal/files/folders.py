@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from segcal.errors import OutputError
+from segcal.errors import OutputError, UnreachableError
 from segcal.files.atomic import check_writable, make_folders, remove_leftovers, writing
 from segcal.files.remote import append_text, appended_text
 
@@ -128,7 +128,7 @@ class OwnFolder:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or self._own or self._made is None:
+        if error is None or self._own or self._made is None or isinstance(error, UnreachableError):
             return
         with suppress(OSError):
             if [item.name for item in self.folder.iterdir()] == [JOURNAL]:

@@ -17,14 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from segcal.errors import DataError, InputError, OutputError, SegcalError, import_extra
+from segcal.errors import InputError, OutputError, SegcalError, UnreachableError, import_extra
 
 # The library behind each scheme; fsspec itself comes with torch.
 _LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
-# How every file system is opened: a kept listing would not show what was written since.
-FILE_SYSTEM = {"use_listings_cache": False}
-# Seconds to wait before each further try. The libraries of S3 and GCS also try single requests several times.
-_WAITS = (1, 4)
+# Seconds to wait before each further try.
+_WAITS = (1, 2, 4, 8)
 # Packages whose errors are about the connection; those of the system that trying again does not mend.
 _CONNECTION = ("aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "requests", "urllib3")
 _FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -57,15 +55,24 @@ class RemotePath(_Base):
     def __fspath__(self) -> str:
         return str(self)
 
-    def call(self, method: str, *args: Any, error: type[SegcalError] = DataError, **options: Any) -> Any:
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the file system with this path as its first argument."""
-        return retried(self, lambda: getattr(self.file_system(), method)(str(self), *args, **options), error)
+        return retried(self, lambda: getattr(self.file_system(), method)(str(self), *args, **options))
 
     def file_system(self) -> Any:
         """The file system of fsspec; the error of a missing library names the extra that installs it."""
         scheme = self.parts[0][:-1]
         import_extra(_LIBRARIES[scheme], "remote", f"reading and writing {scheme}:// URLs")
-        return importlib.import_module("fsspec").filesystem(scheme, **FILE_SYSTEM)
+        return importlib.import_module("fsspec").filesystem(scheme, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the file system is opened, besides what the user configured for fsspec."""
+        options: dict[str, Any] = {"use_listings_cache": False}  # A kept listing would not show what was written since.
+        if self.parts[0] == "s3:":  # Requests are tried again here, not once more by the library of S3.
+            given = importlib.import_module("fsspec.config").conf.get("s3", {}).get("config_kwargs", {})
+            options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **given}
+        return options
 
     @property
     def listed_by_page(self) -> bool:
@@ -139,7 +146,7 @@ class RemotePath(_Base):
 
     def write_bytes(self, data: Any) -> int:
         """Write a file. It appears complete or not at all."""
-        self.call("pipe_file", bytes(data), error=OutputError)
+        self.call("pipe_file", bytes(data))
         return len(data)
 
     def write_text(self, data: str, *args: Any, **options: Any) -> int:
@@ -150,8 +157,8 @@ class RemotePath(_Base):
         """Remove a file, or a folder with all it holds; first what makes it a zarr store."""
         with suppress(FileNotFoundError):
             if (self / "zarr.json").exists():
-                (self / "zarr.json").call("rm", error=OutputError)
-            self.call("rm", recursive=True, error=OutputError)
+                (self / "zarr.json").call("rm")
+            self.call("rm", recursive=True)
 
     def check_writable(self) -> None:
         """Raise unless files can be written here, and removed. For use before long work."""
@@ -199,7 +206,7 @@ def check_local(path: Path) -> None:
         raise OutputError("is a URL", where=where, expected="a local name: object stores get only datasets")
 
 
-def retried(path: Path, action: Callable[[], Result], error: type[SegcalError] = DataError) -> Result:
+def retried(path: Path, action: Callable[[], Result]) -> Result:
     """What an action on a path returns. On a remote one it is tried again if the connection fails.
 
     Files that do not exist, and errors of the content, are raised as they come.
@@ -213,14 +220,14 @@ def retried(path: Path, action: Callable[[], Result], error: type[SegcalError] =
             words = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
             if _denied(failure):
                 expected = "credentials that may read, list and, for outputs, write and delete here"
-                raise error(
-                    f"access is denied ({words})", where=str(path), expected=expected, fix=_CREDENTIALS
-                ) from failure
+                problem = f"access is denied ({words})"
+                raise UnreachableError(problem, where=str(path), expected=expected, fix=_CREDENTIALS) from failure
             if not _passing(failure):
                 raise
             if wait is None:
                 problem = f"cannot be reached, after {len(_WAITS) + 1} tries ({words})"
-                raise error(problem, where=str(path), expected="a server that answers", fix=_NETWORK) from failure
+                expected = "a server that answers"
+                raise UnreachableError(problem, where=str(path), expected=expected, fix=_NETWORK) from failure
             time.sleep(wait)
     raise AssertionError
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from segcal.errors import import_extra
-from segcal.files.remote import FILE_SYSTEM, RemotePath
+from segcal.files.remote import RemotePath
 
 # Bytes of one request. A connection of an object store is slow, so a shard takes several at once.
 PART = 4 * 2**20
@@ -19,7 +19,7 @@ _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 def store(path: RemotePath, *, read_only: bool = True) -> Any:
     """The store of zarr at this place."""
     path.file_system()  # Raises if the library of its scheme is missing.
-    return _store_class().from_url(str(path), storage_options=FILE_SYSTEM, read_only=read_only)
+    return _store_class().from_url(str(path), storage_options=path.options, read_only=read_only)
 
 
 def moved(array: Any, path: RemotePath, config: Mapping[str, Any]) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from segcal.cases.formats import base, zarr_remote
-from segcal.errors import OutputError
 from segcal.files.remote import RemotePath, file_sizes, read_part, retried
 from segcal.types import CHUNK_VALUES
 
@@ -137,7 +136,7 @@ class ZarrSink(base.ArraySink):
 
     def write(self, index: base.Index, block: base.Array) -> None:
         """Store a part."""
-        retried(self.path, lambda: self._node.__setitem__(index, block), OutputError)
+        retried(self.path, lambda: self._node.__setitem__(index, block))
 
     def close(self) -> None:
         """In an object store, write the metadata, without which the store cannot be opened."""
