@@ -47,9 +47,15 @@ def test_the_winners_own_score_and_margin_are_fixed():
 
 def test_a_basis_spans_the_weights_whose_rows_share_one_sum():
     form = ExpertForm("logits", 4, routed=False, equal_row_sums=True)
-    basis = form.basis
+    basis = form.basis.toarray()
     assert basis.shape == (20, 17)
     assert np.linalg.matrix_rank(basis) == 17
-    sums = (basis @ np.random.default_rng(0).normal(size=17)).reshape(4, 5)[:, :-1].sum(1)
+    x = np.random.default_rng(0).normal(size=17)
+    theta = (basis @ x).reshape(4, 5)
+    sums = theta[:, :-1].sum(1)
     assert np.allclose(sums, sums[0])
+    assert np.allclose(form.free(theta[None])[0], x)
+    other = np.random.default_rng(1).normal(size=(4, 5))
+    nearest = basis @ np.linalg.lstsq(basis, other.ravel(), rcond=None)[0]
+    assert np.allclose(form.project(other).ravel(), nearest)
     assert ExpertForm("logits", 4, routed=False).basis is None

@@ -17,12 +17,12 @@ from segcal.calibrators.base import Calibrator, Choice, LogUniform, ParameterCou
 from segcal.calibrators.module import renamed
 from segcal.cases import CaseSet
 from segcal.errors import InputError, check_name
-from segcal.fitting.cost import FitCost, curvature_cost
+from segcal.fitting.cost import FitCost, curvature_cost, gradient_cost
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.expert_adam import fit_by_adam
-from segcal.fitting.expert_exact import fit_exactly, sample_voxels
+from segcal.fitting.expert_exact import SAMPLE_VOXELS, fit_exactly, many_parameters, sample_voxels
 from segcal.fitting.expert_form import ExpertForm, Strengths
-from segcal.fitting.first_pass import FirstPass
+from segcal.fitting.first_pass import FirstPass, most_voxels
 from segcal.fitting.limits import Limits
 from segcal.kernels import AffineMap, ExpertMap, Features
 from segcal.parallel.threads import blas_threads
@@ -151,8 +151,10 @@ class ExpertCalibrator(Calibrator):
         }
 
     def cost(self, num_classes: int) -> FitCost:
-        """The memory and time of the curvature."""
+        """The memory and time of the curvature or, with too many parameters for it, of gradients."""
         form = self.form(num_classes)
+        if many_parameters(form):
+            return gradient_cost(*form.shape, min(SAMPLE_VOXELS, most_voxels(num_classes)))
         return curvature_cost(*form.shape, sample_voxels(form, everything=True))
 
     def fit_from(self, first: FirstPass, cases: CaseSet, start: Self | None = None) -> Self:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 
 from segcal.fitting.data import FitData, Fitted
@@ -75,10 +76,10 @@ class _Experts(nn.Module):
         self.centre = torch.from_numpy(form.identity).float()
         lower, upper = (torch.from_numpy(bound) for bound in form.bounds)
         self.free, self.floor = (lower < upper).float(), lower.clamp(min=0).float()
-        self.basis = None if form.basis is None else torch.from_numpy(form.basis).float()
+        self.basis = None if form.basis is None else _sparse(form.basis)
         experts = len(self.centre)
-        penalties = [form.odir(e, *strengths[:2]) / experts for e in range(experts)]
-        self.odir = torch.from_numpy(np.stack(penalties)).float()
+        penalised = strengths.off_diagonal or strengths.bias
+        self.odir = [_sparse(form.odir(e, *strengths[:2])) for e in range(experts)] if penalised else []
         if form.constrained:  # so that softplus(raw) is the identity
             raw = torch.log(torch.expm1(self.centre.clamp(min=_SMALL).double())).float()
         else:
@@ -88,7 +89,7 @@ class _Experts(nn.Module):
     def theta(self) -> Tensor:
         if self.form.constrained:
             return self.free * (self.floor + nn.functional.softplus(self.raw))
-        moved = self.raw if self.basis is None else self.raw @ self.basis.T
+        moved = self.raw if self.basis is None else torch.sparse.mm(self.basis, self.raw.T).T
         return self.centre + moved.view_as(self.centre)
 
     def map(self) -> ExpertMap:
@@ -99,5 +100,12 @@ class _Experts(nn.Module):
         if not any(self.strengths):
             return torch.zeros(())
         difference = (self.theta() - self.centre).flatten(1)
-        own = 0.5 * torch.einsum("ep,epq,eq->", difference, self.odir, difference)
+        roots = [torch.mv(root, part) for root, part in zip(self.odir, difference, strict=False)]
+        own = sum((0.5 * root.square().sum() / len(self.centre) for root in roots), torch.zeros(()))
         return own + self.strengths.shrinkage * (difference.square() * self.free.flatten(1)).sum() / self.free.sum()
+
+
+def _sparse(matrix: csr_array) -> Tensor:
+    entries = matrix.tocoo()
+    places, values = torch.from_numpy(np.stack(entries.coords)), torch.from_numpy(entries.data).float()
+    return torch.sparse_coo_tensor(places, values, entries.shape, check_invariants=True).coalesce()

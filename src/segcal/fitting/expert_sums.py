@@ -63,6 +63,13 @@ class Rows(NamedTuple):
         first = np.searchsorted(winner, np.arange(experts + 1)) if experts > 1 else np.array([0, len(logits)])
         return cls(x, target, weights[order.numpy()], winner, first, never if never.any() else None)
 
+    def of_expert(self, expert: int) -> Rows:
+        """The rows of one expert."""
+        own = slice(*self.first[expert : expert + 2])
+        impossible = None if self.impossible is None else self.impossible[own]
+        rows = self.x[own], self.target[own], self.weight[own], self.winner[own]
+        return Rows(*rows, np.array([0, len(rows[0])]), impossible)
+
 
 class Sums(NamedTuple):
     """Sums over each expert's voxels: NLL ``(E,)``, gradient ``(E, K, J + 1)``, curvature ``(E, P, P)`` or empty."""
@@ -82,10 +89,11 @@ def expert_sums(
     threads: int = 1,
 ) -> Sums:
     """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, shared by ``threads``."""
+    size = _ROWS if len(theta) > 1 else max(1, min(_ROWS, -(-len(rows.x) // threads)))
     pieces = [
-        (e, slice(start, min(start + _ROWS, rows.first[e + 1])))
+        (e, slice(start, min(start + size, rows.first[e + 1])))
         for e in (range(len(theta)) if experts is None else experts)
-        for start in range(rows.first[e], rows.first[e + 1], _ROWS)
+        for start in range(rows.first[e], rows.first[e + 1], size)
     ]
     sums = _vector_sums if features == "own-logit" else partial(_matrix_sums, features=features)
     parts = in_threads(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), threads)
@@ -135,6 +143,24 @@ def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool)
         own = np.arange(classes)
         products.reshape(classes, 2, classes, 2)[own, :, own] += blocks
     return nll, gradient, products
+
+
+def diagonal(rows: Rows, theta: FloatArray, features: Features, turn: FloatArray | None = None) -> FloatArray:
+    """The diagonal ``(K, L)`` of the curvature of one expert's sums at ``theta (K, L)``.
+
+    Given ``turn (L, L)``, that of the curvature by ``theta @ turn``.
+    """
+    total = np.zeros(theta.shape)
+    for start in range(0, len(rows.x), _ROWS):
+        piece = slice(start, start + _ROWS)
+        x, weight = rows.x[piece], rows.weight[piece, None]
+        vector = features == "own-logit"
+        mapped = x[:, :-1] * theta[:, 0] + theta[:, 1] if vector else x @ theta.T
+        q = np.abs(_pull_back(_softmax(mapped, rows, piece, features)[1], rows.winner[piece], features))
+        q *= (1 - q) * weight
+        squares = np.square(x if turn is None else x @ turn)
+        total += np.stack(((q * squares[:, :-1]).sum(0), q.sum(0)), 1) if vector else q.T @ squares
+    return total
 
 
 def _pairs(rows: int) -> int:

@@ -2,8 +2,8 @@
 
 One evaluation of a function is a pass over all data, so the solvers count evaluations and never repeat one. The
 solution says whether, and how well, the minimum was reached. ``minimise`` runs any of the step policies ``Newton``,
-``SampledNewton`` and ``DampedNewton``; ``segcal.solvers.driver`` says when each is taken. ``newton_1d`` is for one
-variable, ``adam`` for networks.
+``SampledNewton`` and ``DampedNewton``; ``segcal.solvers.driver`` says when each is taken. ``limited_memory`` is for
+variables so many that no Hessian fits into memory, ``newton_1d`` for one variable, ``adam`` for networks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from segcal.solvers.damped import DampedNewton as DampedNewton
 from segcal.solvers.driver import Policy as Policy
 from segcal.solvers.driver import minimise as minimise
+from segcal.solvers.limited import limited_memory as limited_memory
 from segcal.solvers.newton import Newton as Newton
 from segcal.solvers.newton import Problem as Problem
 from segcal.solvers.sampled import SampledNewton as SampledNewton

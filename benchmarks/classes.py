@@ -1,0 +1,138 @@
+"""Every calibrator and all metrics with many classes: ``python benchmarks/classes.py [ids]``.
+
+Prints seconds, peak memory and the NLL before and after, or why a fit is refused; each row is a process of its own,
+which reads its data from files. Images are smooth fields of an embedding of the classes. Labels are drawn from the
+softmax of its scores, and the network's logits are these times a factor for each predicted class, plus noise.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from scipy.ndimage import gaussian_filter
+
+# Images, their height and width, for each number of classes: a million voxels, and a hundred thousand of the last.
+SIZES = {19: (8, 362), 150: (8, 362), 1000: (8, 112)}
+# With a thousand classes these calibrators are run.
+REQUIRED = ("ts", "ets", "vs", "isotonic", "trust")
+# Dimensions of the embedding.
+_DIMENSIONS = 12
+# Times of the statistics are the least of so many.
+_REPEATS = 3
+# Seconds after which a fit is stopped.
+_LIMIT = 3600
+
+_FIT = """
+import json, resource, sys, time
+import segcal
+cases = segcal.open_cases(sys.argv[1])
+started = time.perf_counter()
+try:
+    report = segcal.CALIBRATORS[sys.argv[2]]().fit(cases).fit_report
+    found = {"before": report.nll_before, "after": report.nll_after, "converged": report.converged,
+             "certificate": report.certificate, "used": report.voxels_used, "notes": report.notes}
+except segcal.errors.InputError as error:
+    found = {"refused": str(error)}
+found["seconds"] = time.perf_counter() - started
+found["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps(found))
+"""
+_EVALUATE = """
+import json, resource, sys, time
+import segcal
+cases = segcal.open_cases(sys.argv[1])
+started = time.perf_counter()
+results = segcal.evaluate(cases, metrics=tuple(segcal.METRICS), regions=("everything", "boundary"))
+seconds = time.perf_counter() - started
+print(json.dumps({"seconds": seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
+"""
+_STATISTICS = """
+import json, sys, time
+import segcal
+case = segcal.open_cases(sys.argv[1])[0]
+logits, labels = case.logits, case.labels
+times = []
+for _ in range(int(sys.argv[2]) + 1):
+    stats = segcal.VoxelStatistics(num_classes=logits.shape[1])
+    started = time.perf_counter()
+    stats.update(logits, labels)
+    times.append(time.perf_counter() - started)
+copied = []
+for _ in range(int(sys.argv[2]) + 1):
+    started = time.perf_counter()
+    logits.exp()
+    copied.append(time.perf_counter() - started)
+print(json.dumps({"ns": 1e9 * min(times[1:]) / logits.numel(), "exp": 1e9 * min(copied[1:]) / logits.numel()}))
+"""
+
+
+def make(folder: Path, classes: int, cases: int, size: int) -> None:
+    """Write the images of one number of classes."""
+    shared = np.random.default_rng(0)
+    embedding = shared.normal(size=(classes, _DIMENSIONS)).astype(np.float32)
+    frequency = -np.log(1 + shared.permutation(classes)).astype(np.float32)
+    factor = shared.uniform(0.8, 2.5, classes).astype(np.float32)
+    for name in ("logits", "labels"):
+        (folder / name).mkdir(parents=True)
+    for case in range(cases):
+        random = np.random.default_rng(1 + case)
+        field = np.stack([gaussian_filter(random.normal(size=(size, size)), 6) for _ in range(_DIMENSIONS)], -1)
+        field = (1.8 * field / field.std() + 0.3 * random.normal(size=field.shape)).astype(np.float32)
+        scores = field.reshape(-1, _DIMENSIONS) @ embedding.T + frequency
+        labels = (scores + random.gumbel(size=scores.shape)).argmax(1)
+        logits = scores * factor[scores.argmax(1)][:, None] + 0.5 * random.normal(size=scores.shape).astype(np.float32)
+        np.save(folder / "logits" / f"{case}.npy", np.ascontiguousarray(logits.T.reshape(classes, size, size)))
+        np.save(folder / "labels" / f"{case}.npy", labels.reshape(size, size).astype(np.int16))
+
+
+def run(program: str, *arguments: object) -> dict[str, object]:
+    """What a program prints; an error's last line where it fails."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"stopped after {_LIMIT} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def row(name: str, found: dict[str, object]) -> str:
+    """One line of the table."""
+    if "failed" in found:
+        return f"  {name:12}failed: {found['failed']}"
+    line = f"  {name:12}{found['seconds']:8.1f} s{found['memory']:7.2f} GB"
+    if "refused" in found:
+        return f"{line}  refused: {found['refused']}"
+    if "before" in found:
+        line += f"  NLL {found['before']:.4f} -> {found['after']:.4f}  {found['used']:>9,} voxels"
+        line += f"  certificate {found['certificate']:.0e}{'' if found['converged'] else ' NOT CONVERGED'}"
+    return line
+
+
+def main() -> None:
+    """Make the data, run everything, print a line each."""
+    import segcal
+
+    chosen = sys.argv[1:] or list(segcal.CALIBRATORS)
+    for classes, (cases, size) in SIZES.items():
+        print(f"{classes} classes, {cases} images of {size} x {size}: {cases * size * size:,} voxels", flush=True)
+        with tempfile.TemporaryDirectory() as root:
+            folder = Path(root) / "data"
+            make(folder, classes, cases, size)
+            for name in chosen:
+                if classes < 1000 or name in REQUIRED:
+                    print(row(name, run(_FIT, folder, name)), flush=True)
+            if not sys.argv[1:]:
+                print(row("all metrics", run(_EVALUATE, folder)), flush=True)
+                times = run(_STATISTICS, folder, _REPEATS)
+                print(f"  statistics  {times['ns']:.2f} ns per logit; exp of the logits by torch {times['exp']:.2f} ns")
+
+
+if __name__ == "__main__":
+    main()
