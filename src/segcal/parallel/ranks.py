@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # what gloo raises
-            raise RankError(self.rank, self.world, str(error).partition("\n")[0]) from None
+            reason = re.sub(r"^\[\S*\] ", "", str(error)).partition("\n")[0]  # without the place in gloo's source
+            raise RankError(self.rank, self.world, reason.partition(". ")[0]) from None
 
 
 def under_torchrun() -> bool:
