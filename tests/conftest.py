@@ -1,7 +1,11 @@
+import os
 import sys
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 import segcal.cli
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -122,7 +123,7 @@ class Case:
 
     Attributes are ``logits (N, C, *spatial)`` float32, ``labels (N, *spatial)`` int64, ``image``, ``mask`` (True =
     valid) and ``posterior`` (scenes only), each ``None`` if there is none, and ``spacing`` per spatial axis.
-    Once read, a tensor stays with the case; ``chunks`` reads without keeping.
+    Once read, a tensor stays with the case; ``chunks`` reads without keeping. ``on`` gives them on another device.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -131,8 +132,8 @@ class Case:
         (torch.Size([1, 6, 32, 40]), torch.Size([1, 32, 40]))
     """
 
-    def __init__(self, source: CaseSource) -> None:
-        self.source = source
+    def __init__(self, source: CaseSource, device: torch.device | None = None) -> None:
+        self.source, self.device = source, device
         self._read: dict[str, Tensor | None] = {}
 
     @property
@@ -157,8 +158,12 @@ class Case:
 
     def _all(self, name: str) -> Tensor | None:
         if name not in self._read:
-            self._read[name] = getattr(self.source, name)(slice(0, self.source.spatial[0]))
+            self._read[name] = moved(getattr(self.source, name)(slice(0, self.source.spatial[0])), self.device)
         return self._read[name]
+
+    def on(self, device: torch.device) -> Case:
+        """The same case, whose tensors are on this device."""
+        return Case(self.source, device)
 
     @property
     def logits(self) -> Tensor:
@@ -210,7 +215,7 @@ class Case:
     def member_logits(self, index: int, rows: slice | None = None) -> Tensor:
         """Canonical logits ``(N, C, *spatial)`` of one member, of all rows or some; they are not kept."""
         source, (index,) = self._ensemble([index])
-        return source.member(index, rows or slice(0, self.source.spatial[0]))
+        return moved(source.member(index, rows or slice(0, self.source.spatial[0])), self.device)  # type: ignore[return-value]
 
     def pooled(self, space: Kind | None = None, members: Sequence[int] | None = None) -> Case:
         """The same case with its logits pooled in another space, or from some of the members.
@@ -222,7 +227,7 @@ class Case:
             ('logits', 'probs', 2)
         """
         source, chosen = self._ensemble(members)
-        return Case(source.pooled(chosen, check_pooling(space or source.pooling)))
+        return Case(source.pooled(chosen, check_pooling(space or source.pooling)), self.device)
 
     def _ensemble(self, members: Sequence[int] | None) -> tuple[EnsembleSource, tuple[int, ...]]:
         if not isinstance(self.source, EnsembleSource) or self.source.num_members is None:
@@ -235,7 +240,7 @@ class Case:
         """One channel of a multi-label case as a two-class case. What was read is not read again."""
         if not 0 <= index < self.source.batch:
             raise InputError(f"channel {index}", case=self.id, expected=f"0..{self.source.batch - 1}")
-        return Case(_Channel(self, index))
+        return Case(_Channel(self, index), self.device)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -269,7 +274,7 @@ class Case:
     def rows(self, name: _Read, rows: slice) -> Any:
         """Some rows of one tensor; the mask may be None."""
         if name not in self._read:
-            return getattr(self.source, name)(rows)
+            return moved(getattr(self.source, name)(rows), self.device)
         whole = self._read[name]
         return None if whole is None else whole.narrow(_ROW_AXIS[name], rows.start, rows.stop - rows.start)
 
@@ -310,6 +315,28 @@ class _Channel:
 
     def _own(self, whole: Any) -> Any:
         return None if whole is None else whole[self._index : self._index + 1]
+
+
+def moved(tensor: Tensor | None, device: torch.device | None) -> Tensor | None:
+    """A tensor on a device; None for the device leaves it where it is.
+
+    CUDA devices get it from page-locked memory by a stream of its own, so that they compute while they read.
+    """
+    if tensor is None or device is None or tensor.device == device:
+        return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
+    with torch.cuda.stream(_copies(device)) as _:
+        there = tensor.pin_memory().to(device, non_blocking=True)
+        torch.cuda.current_stream(device).synchronize()
+    there.record_stream(torch.cuda.default_stream(device))
+    return there
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to a device."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[slice]:

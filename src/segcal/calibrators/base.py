@@ -22,12 +22,13 @@ from segcal.calibrators.per_channel import channel_pieces, for_each_channel, rep
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import check_classes
 from segcal.cases.caseset import tensors_as_cases
+from segcal.cases.device import Device
 from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain
 from segcal.fitting.cost import FitCost, check_cost
 from segcal.fitting.data import FitData, Fitted, VoxelBudget
-from segcal.kernels import AffineMap, fast_maps
+from segcal.kernels import AffineMap, cuda_kernels, fast_maps
 from segcal.scores import at_least_float32, keep_argmax, only_possible
 from segcal.types import Case, FitReport
 
@@ -110,6 +111,7 @@ class Calibrator(CalibratorModule, ABC):
         ignore_index: int = 255,
         mask: Tensor | None = None,
         voxels: VoxelBudget = "auto",
+        device: Device | None = None,
         seed: int = 0,
     ) -> Self:
         """Fit to cases, or to logits and labels, and return self. If this raises, the calibrator is unchanged.
@@ -123,6 +125,7 @@ class Calibrator(CalibratorModule, ABC):
             ignore_index: The label of voxels to ignore, with logits.
             mask: ``(N, *spatial)`` bool, True for voxels to use, with logits.
             voxels: ``"auto"`` may fit to a stratified sample, ``"all"`` is exact; ``fit_report`` says what was used.
+            device: Where to compute: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``; None for where the data are.
             seed: Seeds all random numbers.
         """
         if isinstance(data, CaseSet) == (labels is not None):
@@ -133,9 +136,11 @@ class Calibrator(CalibratorModule, ABC):
         cases = data if isinstance(data, CaseSet) else tensors_as_cases(data, labels, ignore_index, mask)
         if not len(cases):
             raise InputError("no cases to fit to", expected="at least one")
+        cases = cases.on(device)
         if isinstance(validation, tuple):
             validation = tensors_as_cases(*validation, ignore_index, None)
         if validation is not None:
+            validation = validation.on(device)
             check_classes(validation, cases, have="validation has", whose="what is fitted to")
         if cases.channel_names is None:
             return self._become(cases, lambda trial: trial._fit(FitData(cases, validation, voxels, seed)))
@@ -236,7 +241,7 @@ class Calibrator(CalibratorModule, ABC):
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         """``forward`` for a single map."""
         logits = self._checked(logits, image)
-        kernels = fast_maps(logits)
+        kernels = fast_maps(logits) or cuda_kernels(logits)
         fast: Tensor | None = None if kernels is None else self._fast(kernels, logits)
         if fast is not None:
             return fast
@@ -258,7 +263,7 @@ class Calibrator(CalibratorModule, ABC):
         return logits
 
     def _fast(self, kernels: Any, logits: Tensor) -> Any:
-        """The result of ``forward`` from ``segcal.kernels.apply_cpu``; None if that has no loop for this map."""
+        """``forward`` by the loops of ``segcal.kernels.apply_cpu`` or ``cuda``; None if they have none for this map."""
         return None
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:

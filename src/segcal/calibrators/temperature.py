@@ -103,7 +103,8 @@ class TemperatureScaling(HasTemperature, Calibrator):
         return (logits - logits.amax(1, keepdim=True)) * self.beta.to(logits)
 
     def _fast(self, kernels: Any, logits: Tensor) -> Any:
-        return kernels.apply_temperature(logits, float(self.beta)) if self._affine().suits(logits) else None
+        suits = logits.is_cuda or self._affine().suits(logits)
+        return kernels.apply_temperature(logits, float(self.beta)) if suits else None
 
     def _fit(self, data: FitData) -> Fitted:
         identity, logits, labels = _first_pass(data.cases, data.seed)
@@ -216,6 +217,8 @@ class EnsembleTemperatureScaling(HasTemperature, Calibrator):
         return keep_order(torch.where(torch.isneginf(logits), -torch.inf, scores), logits)
 
     def _fast(self, kernels: Any, logits: Tensor) -> Any:
+        if logits.is_cuda:
+            return None
         scaled, plain, uniform = self.weights.log().tolist()
         if not AffineMap(self.beta).suits(logits) or (uniform > -math.inf and some_impossible(logits)):
             return None  # the uniform part covers only possible classes, whose number varies

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segcal.cases.device import Device, resolved
 from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_parts, group_of, part_sizes, some
 from segcal.errors import InputError, check_name, check_seed, left_for_later
 from segcal.files.atomic import file_size
@@ -205,6 +206,21 @@ class CaseSet(Sequence[Case]):
             expected = f"0..{count - 1}" if count else "multi-label data, which these are not"
             raise InputError(f"channel {index}", where="cases", expected=expected)
         return replace(self, refs=tuple(ref.then("channel", index) for ref in self.refs), channel_names=None)
+
+    def on(self, device: Device | None) -> CaseSet:
+        """The same cases, whose tensors are on this device: ``cpu``, ``cuda``, or ``auto`` for a GPU if there is one.
+
+        None leaves them where they are.
+
+        Examples:
+            >>> from segcal.synthetic import scenes
+            >>> scenes(1, size=(32, 40)).on("cpu")[0].logits.device
+            device(type='cpu')
+        """
+        if device is None:
+            return self
+        there = resolved(device)
+        return replace(self, refs=tuple(ref.then("on", there) for ref in self.refs))
 
     def shard(self, rank: int, world: int) -> CaseSet:
         """The share of process ``rank`` of ``world``: shares are of nearly equal size in bytes, or in cases."""

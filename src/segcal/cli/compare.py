@@ -17,7 +17,7 @@ from typer import Option
 
 from segcal.calibrators import CALIBRATORS
 from segcal.cli.console import WIDE, new_table, out, show_notes, show_table, study_progress
-from segcal.cli.data import Data, Json, Labels, Layout, Workers, open_data, seed_option, split_names
+from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, Workers, open_data, seed_option, split_names
 from segcal.cli.evaluate import Metrics, Regions, split_metrics
 from segcal.errors import InputError, SegcalError
 from segcal.files.plain import number
@@ -73,6 +73,7 @@ def compare_command(
         str | None, Option(help="Also vary, comma-separated: bins, size (of calibration), members (of an ensemble).")
     ] = None,
     workers: Workers = 1,
+    device: DeviceOption = "auto",
     seed: Annotated[int, seed_option("Seed of the splits, the fits and the bootstrap.")] = 0,
     resume: Annotated[bool, Option("--resume", help="Continue a study that was stopped.")] = False,
     as_json: Json = False,
@@ -87,7 +88,7 @@ def compare_command(
 
     Example: segcal compare study/ --methods decision-preserving -o report/ --workers 2
     """
-    cases = open_data(data, layout, labels)
+    cases = open_data(data, layout, labels, device=device)
     with study_progress() as step:
         study = compare(
             cases,
@@ -103,7 +104,7 @@ def compare_command(
             translation_invariant=translation_invariant,
             robust=robust,
             pooling=split_names(pooling, "--pooling"),
-            shifted={_unique(path, shifted or []): open_data(path) for path in shifted or []},
+            shifted={_unique(path, shifted or []): open_data(path, device=device) for path in shifted or []},
             model=load_model(model) if model else None,
             shift=shift,
             sensitivity=split_names(sensitivity, "--sensitivity"),

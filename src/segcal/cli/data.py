@@ -45,6 +45,9 @@ Workers = Annotated[int, Option(min=1, help="Number of processes that share the 
 FormatOption = Annotated[
     str, Option(help=f"One of: {', '.join(SCORE_FORMATS)}. npy is the fastest; zarr is sharded, for huge volumes.")
 ]
+DeviceOption = Annotated[
+    str, Option("--device", help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+]
 Resume = Annotated[bool, Option("--resume", help="Skip outputs that are finished and intact.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of tables.")]
 
@@ -79,7 +82,9 @@ def declared(layout: Layout, labels: Labels) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
-def open_data(data: Path, layout: Layout = None, labels: Labels = None, *, need_labels: bool = True) -> CaseSet:
+def open_data(
+    data: Path, layout: Layout = None, labels: Labels = None, *, need_labels: bool = True, device: str = "cpu"
+) -> CaseSet:
     """Open a dataset, and print its notes on standard error, for example files that belong to no case.
 
     In a torchrun job, all ranks must see the same files.
@@ -87,7 +92,7 @@ def open_data(data: Path, layout: Layout = None, labels: Labels = None, *, need_
     cases = open_cases(data, need_labels=need_labels, **declared(layout, labels))
     check_same(cases)
     show_notes(cases.notes, err)
-    return cases
+    return cases.on(device)
 
 
 def check_files(files: Sequence[Path | None], cases: CaseSet, calibrator: Path | None = None) -> None:

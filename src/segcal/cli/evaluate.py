@@ -14,7 +14,18 @@ from typer import Option
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
 from segcal.cli.console import WIDE, new_table, out, progress, show_notes, show_table
-from segcal.cli.data import Data, Json, Labels, Layout, Workers, check_files, open_data, seed_option, split_names
+from segcal.cli.data import (
+    Data,
+    DeviceOption,
+    Json,
+    Labels,
+    Layout,
+    Workers,
+    check_files,
+    open_data,
+    seed_option,
+    split_names,
+)
 from segcal.errors import InputError
 from segcal.evaluation.apply import open_maps, write_maps
 from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
@@ -49,6 +60,7 @@ def evaluate_command(
     maps: Annotated[Path | None, Option(help="Folder for voxel maps (confidence, error, balance, band).")] = None,
     exact: Annotated[bool, Option("--exact", help="Exact bins (ace-adaptive, tace): reads every case twice.")] = False,
     workers: Workers = 1,
+    device: DeviceOption = "auto",
     seed: Annotated[int, seed_option("Seed of the local patches.")] = 0,
     resume: Annotated[bool, Option("--resume", help="Go on with an evaluation that was stopped. Needs -o.")] = False,
     as_json: Json = False,
@@ -60,7 +72,7 @@ def evaluate_command(
 
     Example: segcal evaluate study/ --regions everything,boundary,local -o results.json
     """
-    cases = open_data(data, layout, labels)
+    cases = open_data(data, layout, labels, device=device)
     if split:
         cases = cases.part(split)
     fitted = load(calibrator) if calibrator else None

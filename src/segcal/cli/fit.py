@@ -16,7 +16,7 @@ from segcal.cases import CaseSet, Split
 from segcal.cases.pack import StoredType
 from segcal.cases.splits import in_no_part, some
 from segcal.cli.console import new_table, out, progress, show_notes, show_table, waiting
-from segcal.cli.data import Data, Json, Labels, Layout, Resume, check_files, open_data, seed_option
+from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, Resume, check_files, open_data, seed_option
 from segcal.errors import InputError, check_name
 from segcal.evaluation.apply import apply
 from segcal.evaluation.evaluate import evaluate_many
@@ -46,6 +46,7 @@ def fit_command(
         float | None,
         Option(min=0, max=1, help="Share of the cases to hold out (default 0.3); 0 fits to all. Not with \\[splits]."),
     ] = None,
+    device: DeviceOption = "auto",
     seed: Annotated[int, seed_option("Seed of the split and of the fit.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -57,7 +58,7 @@ def fit_command(
     Example: segcal fit study/ --method cms-op --tune nll -o cal.safetensors
     """
     check_name("method", method, CALIBRATORS, where="--method")
-    cases = open_data(data, layout, labels)
+    cases = open_data(data, layout, labels, device=device)
     check_files([output], cases)
     split = _split(cases, test, seed)
     validation = split.validation if len(split.validation) else None
@@ -145,6 +146,7 @@ def apply_command(
     layout: Layout = None,
     dtype: Annotated[StoredType, Option(help="Precision of the written scores.")] = "float32",
     confidence: Annotated[bool, Option("--confidence", help="Also write confidence maps.")] = False,
+    device: DeviceOption = "auto",
     resume: Resume = False,
 ) -> None:
     """Write calibrated probabilities in the format and geometry of the input. Needs no labels.
@@ -152,7 +154,7 @@ def apply_command(
     Example: segcal apply cal.safetensors new/ -o calibrated/
     """
     fitted = load(calibrator)
-    cases = open_data(data, layout, need_labels=False)
+    cases = open_data(data, layout, need_labels=False, device=device)
     with progress("applying", len(cases)) as step:
         options = {"dtype": getattr(torch, dtype), "confidence": confidence, "resume": resume}
         report = apply(fitted, cases, output, **options, progress=step)

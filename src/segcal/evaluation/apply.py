@@ -15,6 +15,7 @@ from torch import Tensor
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, case_scores, check_classes, score_pieces
+from segcal.cases.device import Device
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import ArraySpec, Geometry, open_array
 from segcal.cases.output import OutputFolder, score_path, write_scores
@@ -42,6 +43,7 @@ def apply(
     *,
     dtype: torch.dtype = torch.float32,
     confidence: bool = False,
+    device: Device | None = None,
     resume: bool = False,
     progress: Callable[[str], None] = lambda case: None,
 ) -> ApplyReport:
@@ -54,6 +56,7 @@ def apply(
             from the folders of the cases. In an object store (``s3://``, ``gs://``) only zarr can be written.
         dtype: float32 or float16; with both, every voxel keeps the argmax of the calibrator.
         confidence: Also write the largest probability of every voxel, ``confidence/<case>.npy`` (at a URL ``.zarr``).
+        device: Where to compute: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``; None for where the cases are.
         resume: Skip finished outputs that the same calibrator made from the same files, and that read back right.
         progress: Called with the name of each case before it is read.
 
@@ -69,7 +72,7 @@ def apply(
     settings = {"calibrator": digest, "dtype": str(dtype)}
     report = ApplyReport()
     with OutputFolder(as_path(folder), cases, "calibrated scores", settings=settings, resume=resume) as output:
-        for case in cases:
+        for case in cases.on(device):
             progress(case.id)
             map_path = f"confidence/{file_name(case.id)}{output.suffix}"
             if output.finished(score_path(output, case), case) and (not confidence or output.finished(map_path, case)):
@@ -92,9 +95,9 @@ def _counted_pieces(
         report.voxels += log_probs[:, 0].numel()
         report.flips += int((log_probs.argmax(1) != case.rows("logits", rows).argmax(1)).sum())
         if write is not None:
-            confidence = log_probs.amax(1).exp().numpy()
+            confidence = log_probs.amax(1).exp().cpu().numpy()
             write(rows, confidence if len(confidence) > 1 else confidence[0])
-        yield rows, log_probs
+        yield rows, log_probs.cpu()
 
 
 def write_maps(

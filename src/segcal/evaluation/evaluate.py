@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
+from segcal.cases.device import Device
 from segcal.cases.shares import in_shares
 from segcal.errors import InputError, check_whole, naming
 from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, reduced_rows, second_passes
@@ -48,6 +49,7 @@ def evaluate(
     masks: Mapping[str, Callable[[Case], torch.Tensor]] | None = None,
     exact: bool = False,
     workers: int = 1,
+    device: Device | None = None,
     seed: int = 0,
     progress: Progress = lambda case: None,
     unfinished: Unfinished | None = None,
@@ -67,6 +69,7 @@ def evaluate(
         exact: Find the edges of equal-mass bins (``ace-adaptive``, ``tace``) to the precision of float32, by reading
             every case a second time. In one pass they are within 1/4096 of the exact ones.
         workers: Number of processes, which share the cases. In a torchrun job, its ranks share them instead.
+        device: Where to compute: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``; None for where the cases are.
         seed: Seed of the local patches, combined with the name of the case.
         progress: Called with the name of each case before it is read.
         unfinished: Where to keep what is measured so far, and to go on from what is there.
@@ -79,7 +82,8 @@ def evaluate(
         True
     """
     plan = Plan.make(metrics, regions, masks, seed=seed, exact=exact, background=cases.background)
-    return evaluate_many(plan, cases, {"": calibrator}, workers=workers, progress=progress, unfinished=unfinished)[""]
+    options: dict[str, Any] = {"workers": workers, "progress": progress, "unfinished": unfinished}
+    return evaluate_many(plan, cases.on(device), {"": calibrator}, **options)[""]
 
 
 def evaluate_many(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.fitting.data import over_chunks
+from segcal.fitting.expert_device import DeviceRows, device_sums
 from segcal.fitting.expert_form import ExpertForm, Quadratic
 from segcal.fitting.expert_sums import Rows, Sums, expert_map, expert_sums
 from segcal.fitting.first_pass import FirstPass
@@ -42,7 +43,6 @@ class ExpertProblem:
         self.basis, self.threads = form.basis, torch.get_num_threads()
         self.cases = cases
         self.streaming = cases is not None and not first.sample.complete
-        self.sums = partial(expert_sums, features=form.features, threads=self.threads)
         self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
         experts, outputs, columns = form.shape
         free = outputs * columns if self.basis is None else self.basis.shape[1]
@@ -69,7 +69,7 @@ class ExpertProblem:
 
     def on(self, sample: VoxelSample) -> Problem:
         """The objective on a sample: values by expert, gradient and Hessians."""
-        rows = self.sample_rows if sample is self.first.sample else self._rows(sample)
+        rows = self._sample_there if sample is self.first.sample else self._rows_there(sample)
 
         def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
             theta = self.theta(x)
@@ -89,7 +89,7 @@ class ExpertProblem:
         if self.streaming:
             sums = self.streamed(theta, experts)
         else:
-            sums = self.sums(self.sample_rows, theta, curvature=True, experts=experts)
+            sums = self.sums(self._sample_there, theta, curvature=True, experts=experts)
         return [self._hessian(e, sums.curvature[e]) for e in experts]
 
     def _remembered(self, theta: FloatArray) -> Sums:
@@ -101,7 +101,7 @@ class ExpertProblem:
         points = [own.tobytes() for own in theta]
         new = [e for e, point in enumerate(points) if point not in self._known[e]]
         if new:
-            sums = self.sums(self.sample_rows, theta, experts=new)
+            sums = self.sums(self._sample_there, theta, experts=new)
             for e in new:
                 last = list(self._known[e].items())[-1:]
                 self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
@@ -123,8 +123,25 @@ class ExpertProblem:
         """The sample as the experts see it."""
         return self._rows(self.first.sample)
 
+    @cached_property
+    def _sample_there(self) -> Rows | DeviceRows:
+        """The same, where the data are."""
+        return self.sample_rows if self.first.device.type == "cpu" else self._rows_there(self.first.sample)
+
     def _rows(self, sample: VoxelSample) -> Rows:
         return Rows.of(sample.logits, sample.labels, sample.weights, self.form.features, len(self.blocks))
+
+    def _rows_there(self, sample: VoxelSample) -> Rows | DeviceRows:
+        if (device := self.first.device).type == "cpu":
+            return self._rows(sample)
+        z, y, weights = sample.logits.to(device), sample.labels.to(device), torch.from_numpy(sample.weights).to(device)
+        return DeviceRows.of(z, y, weights, self.form.features, len(self.blocks))
+
+    def sums(self, rows: Rows | DeviceRows, theta: FloatArray, **options: Any) -> Sums:
+        """``expert_sums`` of some rows, computed where they are."""
+        if isinstance(rows, DeviceRows):
+            return device_sums(rows, theta, self.form.features, **options)
+        return expert_sums(rows, theta, self.form.features, **{"threads": self.threads, **options})
 
     def _hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
         """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""
@@ -157,6 +174,11 @@ def _share_sums(
             from segcal.kernels.expert_cpu import expert_gradient
 
             return Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
+        if chunk.logits.is_cuda:
+            z, labels = chunk.logits.movedim(1, -1)[chunk.valid], chunk.labels[chunk.valid]
+            ones = torch.ones(len(z), dtype=torch.float64, device=z.device)
+            found = DeviceRows.of(z, labels, ones, features, len(theta))
+            return device_sums(found, theta, features, curvature=bool(experts), experts=experts)
         chosen = chunk.valid.cpu()
         if experts and len(theta) > 1:
             chosen = chosen & torch.isin(chunk.logits.argmax(1).cpu(), torch.tensor(experts))

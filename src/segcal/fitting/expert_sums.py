@@ -99,7 +99,7 @@ def expert_sums(
     parts = in_threads(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), threads)
     nll, gradient, products = (np.sum(numbers, 0) for numbers in zip(*parts, strict=True))
     if curvature and features != "own-logit":
-        products = np.stack([_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])
+        products = np.stack([full_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])
     return Sums(nll, gradient, products)
 
 
@@ -185,7 +185,7 @@ def _places(rows: int) -> NDArray[np.int64]:
     return places
 
 
-def _curvature(products: FloatArray, outputs: int, inputs: int, *, nested: bool) -> FloatArray:
+def full_curvature(products: FloatArray, outputs: int, inputs: int, *, nested: bool) -> FloatArray:
     """``sum w M'(diag(p) - p p')M (x) x x'``, ``(P, P)``, from the sums of products with ``q = M'p``.
 
     Both factors are symmetric, so a quarter of all products is enough. The sums are float64: the two terms nearly

@@ -36,7 +36,8 @@ _HELD_OUT = 0.2
 class FirstPass:
     """A sample, how many voxels have each true and each predicted class ``(C,)``, and the NLL of the identity.
 
-    ``impossible`` says whether some class is impossible in some voxel.
+    ``impossible`` says whether some class is impossible in some voxel. ``device`` is where the data are; the sample is
+    on the CPU.
     """
 
     sample: VoxelSample
@@ -45,6 +46,7 @@ class FirstPass:
     nll: float
     impossible: bool
     class_names: tuple[str, ...]
+    device: torch.device
 
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator = None) -> FirstPass:
@@ -55,7 +57,7 @@ class FirstPass:
             sample = replace(sample, logits=only_possible(sample.logits))
         predicted = sample.sizes.reshape(cases.num_classes, -1).sum(1)
         names = cases.class_names or tuple(str(k) for k in range(cases.num_classes))
-        return cls(sample, true, predicted, nll / sample.total, impossible, tuple(names))
+        return cls(sample, true, predicted, nll / sample.total, impossible, tuple(names), sampler.device)
 
     @property
     def num_classes(self) -> int:

@@ -34,6 +34,8 @@ CONFIDENCES = (0.6, 0.9, 0.99, 0.999)
 _GRADIENTS = np.array([[1.0, 1.0, 1.0, 1.0, 1.0], [0.5, 0.25, 0.05, 0.005, 0.0005]])
 # The part of a class's share that its strata divide equally, so that none goes unseen.
 _EQUALLY = 0.2
+# The sign bit of an int64.
+_SIGN = -(2**63)
 # While data go by, up to _MOST sample sizes are held, then thinned to _SPARE: the shares of strata still change.
 _SPARE, _MOST = 1.25, 2
 
@@ -120,22 +122,28 @@ class VoxelSampler:
         self._sizes = np.zeros(strata, np.int64)
         self._highest = np.full(strata, np.iinfo(np.uint64).max, np.uint64)  # keys above are not kept
         self._parts: list[VoxelSample] = []
-        self._held = 0
+        self._held, self.device = 0, torch.device("cpu")
         self._next: dict[str, int] = {}  # the number of the next voxel of every case
 
     def add(self, voxels: Voxels, case: str = "") -> Survey:
         """Draw from the next voxels of a case; raises where a valid one has invalid scores."""
         seen = survey(voxels, CONFIDENCES)
-        strata, logits, flat_labels = seen.strata, voxels.logits.detach(), voxels.labels.reshape(-1)
+        self.device = voxels.logits.device
+        logits, flat_labels, length = voxels.logits.detach(), voxels.labels.reshape(-1), len(seen.strata)
         first = self._next.setdefault(case, case_seed(self.seed, case))
-        kept, keys = _choose(strata, np.uint64(first), self._highest, self._sizes)
-        self._next[case] = first + len(strata)
-        item, place = np.divmod(kept, max(1, len(strata) // max(1, len(logits))))
+        if isinstance(seen.strata, Tensor):
+            most = int(_MOST * self.voxels)
+            kept, strata, keys = _choose_on_device(seen.strata, first, self._highest, self._sizes, most)
+        else:
+            kept, keys = _choose(seen.strata, np.uint64(first), self._highest, self._sizes)
+            strata = seen.strata[kept]
+        self._next[case] = first + length
+        item, place = np.divmod(kept, max(1, length // max(1, len(logits))))
         scores = logits.flatten(2) if logits.ndim > 2 else logits[:, :, None]
         drawn = _rows(flat_labels, kept).long()
         chosen = _rows(scores.movedim(1, -1), item, place)
         chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
-        self._parts.append(VoxelSample(chosen, drawn, strata[kept], keys, self._sizes))
+        self._parts.append(VoxelSample(chosen, drawn, strata, keys, self._sizes))
         self._held += len(kept)
         if self._held > _MOST * self.voxels:
             self._thin(int(_SPARE * self.voxels))
@@ -195,6 +203,38 @@ def _choose(strata: Ints, first: np.uint64, highest: Keys, sizes: Ints) -> tuple
     kept, keys = np.empty(len(strata) + 1, np.int64), np.empty(len(strata) + 1, np.uint64)
     count = choose(strata, first, highest, sizes, kept, keys)
     return kept[:count].copy(), keys[:count].copy()
+
+
+def _choose_on_device(strata: Tensor, first: int, highest: Keys, sizes: Ints, most: int) -> tuple[Ints, Ints, Keys]:
+    """As ``_choose``, with the strata of the chosen; of a stratum at most ``most`` voxels, which is all it can give."""
+    device = strata.device
+    sizes += torch.bincount(strata[strata >= 0], minlength=len(sizes)).cpu().numpy()
+    keys = _hash_on_device(torch.arange(len(strata), device=device) + first)
+    # Torch has no unsigned numbers to compare: with the sign bit flipped, signed numbers have their order.
+    limit = torch.from_numpy(highest.view(np.int64)).to(device) ^ _SIGN
+    kept = torch.nonzero((strata >= 0) & ((keys ^ _SIGN) <= limit[strata.clamp(min=0).long()])).squeeze(1)
+    own = strata[kept].long()
+    order = (keys[kept] ^ _SIGN).argsort()
+    order = order[own[order].argsort(stable=True)]  # by stratum, then by key
+    count = torch.bincount(own, minlength=len(sizes))
+    rank = torch.arange(len(order), device=device) - (count.cumsum(0) - count)[own[order]]
+    share = torch.from_numpy(np.ceil(most * _shares(sizes)).astype(np.int64) + 2).to(device)
+    chosen = kept[order[rank < share[own[order]]]].sort().values if len(kept) > most else kept
+    found = chosen, strata[chosen].long(), keys[chosen]
+    places, strata_of, keys_of = (tensor.cpu().numpy() for tensor in found)
+    return places, strata_of, keys_of.view(np.uint64)
+
+
+def _hash_on_device(x: Tensor) -> Tensor:
+    """``_hash`` of int64 tensors, whose arithmetic is that of unsigned numbers but for the shifts."""
+    for shift, factor in ((0, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (_shifted(x, shift) if shift else x).mul(factor - 2**64)
+    return _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """``x ^ (x >> bits)`` of unsigned numbers."""
+    return x.bitwise_xor((x >> bits) & (2 ** (64 - bits) - 1))
 
 
 def _hash(x: Keys) -> Keys:

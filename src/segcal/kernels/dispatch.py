@@ -17,8 +17,8 @@ from segcal.kernels import reference
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import Voxels
 
-Backend = Literal["auto", "reference", "numba"]
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba")
+Backend = Literal["auto", "reference", "numba", "triton"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba", "triton")
 
 Kernel = Callable[[Voxels, int], Tally]
 
@@ -26,13 +26,19 @@ Kernel = Callable[[Voxels, int], Tally]
 _LARGE = 2**18
 # The most classes whose labels fit a byte beside one value for voxels without a label.
 _BYTE_CLASSES = 255
+# The most classes of which a block of voxels fits the registers of a GPU's processor.
+_TILE_CLASSES = 1024
+# Where each backend's loops run.
+_DEVICES = {"numba": "cpu", "triton": "cuda"}
+_WORDS = {"numba": "the CPU", "triton": f"a CUDA device and at most {_TILE_CLASSES} classes"}
 
 
 def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None) -> tuple[Tally, float]:
     """All statistics of one update, by slot, and the shift that the energies are relative to.
 
-    ``auto`` takes numba for at least 2^18 logits on the CPU in float32 or less, where numba is installed, and the
-    reference otherwise (float64 logits keep their precision there). ``threads`` are numba's; None means torch's number.
+    ``auto`` takes numba for at least 2^18 logits on the CPU and triton for logits on a CUDA device, both in float32 or
+    less and where they are installed, and the reference otherwise (float64 logits keep their precision there).
+    ``threads`` are numba's; None means torch's number.
 
     Examples:
         >>> from segcal.kernels.grid import BinGrid
@@ -53,7 +59,14 @@ def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
     """
     size = logits.numel() if size is None else size
     recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
-    return None if recorded or not _suits_numba(logits) or size < _LARGE else _compiled("apply_cpu")
+    return None if recorded or not _suits("numba", logits) or size < _LARGE else _compiled("apply_cpu")
+
+
+def cuda_kernels(logits: Tensor) -> ModuleType | None:
+    """``segcal.kernels.cuda`` if it suits these logits: on a CUDA device, and no gradient is needed."""
+    recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
+    suits = not recorded and logits.numel() > 0 and _suits("triton", logits)
+    return _compiled("cuda") if suits else None
 
 
 def fast_penalties(logits: Tensor) -> ModuleType | None:
@@ -68,12 +81,14 @@ def recording() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _suits_numba(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
+def _suits(backend: str, logits: Tensor) -> bool:
+    narrow = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    small = backend == "numba" or logits.shape[1] <= _TILE_CLASSES
+    return logits.device.type == _DEVICES[backend] and narrow and small
 
 
 def _compiled(name: str) -> ModuleType | None:
-    """A module of compiled loops; None without numba, which has no wheel for every platform."""
+    """A module of compiled loops; None without numba or triton, which have no wheel for every platform."""
     try:
         return import_module(f"segcal.kernels.{name}")
     except ImportError:
@@ -83,16 +98,19 @@ def _compiled(name: str) -> ModuleType | None:
 def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
     check_name("backend", backend, BACKENDS)
     logits = voxels.logits
-    if backend == "numba" and not _suits_numba(logits):
+    if backend in _DEVICES and not _suits(backend, logits):
         raise InputError(
-            f"logits are {logits.dtype} on {logits.device}",
-            expected="float32 or less on the CPU for backend 'numba'",
+            f"logits are {logits.dtype} on {logits.device}, with {logits.shape[1]} classes",
+            expected=f"float32 or less on {_WORDS[backend]} for backend {backend!r}",
             fix="leave the backend to 'auto'",
         )
-    fast = backend == "numba" or (backend == "auto" and _suits_numba(logits) and logits.numel() >= _LARGE)
-    module = _compiled("cpu") if fast else reference
-    if module is None and backend == "numba":
-        raise SegcalError("backend 'numba' needs numba, which is not installed", fix="pip install numba")
+    module: ModuleType | None = reference
+    if backend == "numba" or (backend == "auto" and _suits("numba", logits) and logits.numel() >= _LARGE):
+        module = _compiled("cpu")
+    elif backend == "triton" or (backend == "auto" and _suits("triton", logits)):
+        module = _compiled("cuda")
+    if module is None and backend != "auto":
+        raise SegcalError(f"backend {backend!r} needs {backend}, which is not installed", fix=f"pip install {backend}")
     kernel: Kernel = (module or reference).tally
     return kernel
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels.dispatch import fast_maps
+from segcal.kernels.dispatch import cuda_kernels, fast_maps
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
 from segcal.kernels.pieces_cpu import block_size, sweep, workers
 from segcal.kernels.voxels import Voxels
@@ -28,6 +28,9 @@ _ABOVE = 1e-12
 # Each thread has its own tables, up to this many numbers in all (64 MB). Beyond that, threads share tables and divide
 # the classes.
 _NUMBERS = 2**23
+# Voxels of a contiguous image that a device takes at a time; and binary digits of a probability's share of its bin's
+# centre, of which 2^31 voxels can be added up.
+_DEVICE_VOXELS, _FRACTION = 2**20, 32
 
 
 class Survey(NamedTuple):
@@ -35,13 +38,13 @@ class Survey(NamedTuple):
 
     Attributes:
         strata: The stratum of every voxel, flat: ``(2 winner + right) (n + 1) + level``, where ``level`` is how many
-            of the n confidences are below the voxel's; -1 where a voxel does not count.
+            of the n confidences are below the voxel's; -1 where a voxel does not count. On a CUDA device a tensor.
         true: The number of voxels with each label ``(C,)``.
         nll: The sum of their NLL.
         impossible: Whether some voxel has an impossible class.
     """
 
-    strata: NDArray[np.int64]
+    strata: NDArray[np.int64] | Tensor
     true: NDArray[np.int64]
     nll: float
     impossible: bool
@@ -57,6 +60,11 @@ def survey(voxels: Voxels, confidences: Sequence[float]) -> Survey:
         (array([5, 6]), array([2, 0]), 0.7625)
     """
     edges = np.array(confidences, np.float32)
+    if (kernels := cuda_kernels(voxels.logits)) is not None:
+        strata, nll, impossible = kernels.survey(voxels, torch.from_numpy(edges))
+        labels = voxels.labels.to(strata.device).reshape(-1)[strata >= 0]
+        true = torch.bincount(labels, minlength=voxels.logits.shape[1]).cpu().numpy()
+        return Survey(strata, true, nll, impossible)
     return _survey(voxels, edges) if fast_maps(voxels.logits) is None else _survey_fast(voxels, edges)
 
 
@@ -120,6 +128,9 @@ def temperature_sums(voxels: Voxels, beta: float) -> TemperatureSums:
         >>> sums.count, round(sums.nll, 4), round(sums.slope, 4)
         (1, 0.3133, -0.2689)
     """
+    if (kernels := cuda_kernels(voxels.logits)) is not None:
+        count, *sums = kernels.temperature_sums(voxels, beta)
+        return TemperatureSums(int(count), *sums)
     return _sums(voxels, beta) if fast_maps(voxels.logits) is None else _sums_fast(voxels, beta)
 
 
@@ -182,7 +193,10 @@ class FineHistogram:
 
     def add(self, voxels: Voxels) -> None:
         """Add the valid voxels; raises if one is unfit."""
-        (self._add if fast_maps(voxels.logits) is None else self._add_fast)(voxels)
+        if voxels.logits.is_cuda:
+            self._add_on_device(voxels)
+        else:
+            (self._add if fast_maps(voxels.logits) is None else self._add_fast)(voxels)
 
     def merge(self, other: FineHistogram) -> FineHistogram:
         """Add what ``other`` has seen, and return self."""
@@ -204,6 +218,29 @@ class FineHistogram:
             self.positive.reshape(-1)[:] += np.bincount(own, minlength=size)
             self.voxels += len(labels)
             self.nll -= float(log_p.gather(0, labels[None]).sum())
+
+    def _add_on_device(self, voxels: Voxels) -> None:
+        """The same, without leaving the device; whole numbers are added, so that the order does not matter."""
+        size, one = self.counts.size, 2.0**_FRACTION
+        totals = torch.zeros(3, size, dtype=torch.int64, device=voxels.logits.device)
+        centres = torch.from_numpy(logit_centres()).to(totals.device)
+        for piece in voxels.pieces(_DEVICE_VOXELS):
+            scores, labels, _ = voxels.checked(piece)
+            log_p = log_probabilities(scores[None])[0]
+            bins = logit_bin(log_p)
+            rows = torch.arange(len(log_p), device=bins.device) if self.classwise else torch.zeros_like(bins[:, 0])
+            places = bins + LOGIT_BINS * rows[:, None]
+            share = ((log_p - centres[bins]).exp() * one).round().long()  # p in units of the bin's centre
+            ones = torch.ones_like(places)
+            totals[0].scatter_add_(0, places.flatten(), ones.flatten())
+            totals[1].scatter_add_(0, places.gather(0, labels[None])[0], ones[0])
+            totals[2].scatter_add_(0, places.flatten(), share.flatten())
+            self.voxels += len(labels)
+            self.nll -= float(log_p.gather(0, labels[None]).sum())
+        counts, positive, shares = totals.cpu().numpy()
+        self.counts.reshape(-1)[:] += counts
+        self.positive.reshape(-1)[:] += positive
+        self.probability[:] += shares.reshape(self.counts.shape) / one * np.exp(logit_centres())
 
     def _add_fast(self, voxels: Voxels) -> None:
         """The same, by compiled loops."""

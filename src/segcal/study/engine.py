@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from segcal.cases import CaseSet
+from segcal.cases.device import Device
 from segcal.errors import InputError, check_whole
 from segcal.evaluation.evaluate import versions
 from segcal.evaluation.plan import DEFAULT_BINS, metric_spec, parse_metric
@@ -53,6 +54,7 @@ def compare(
     model: Callable[[Tensor], Tensor] | None = None,
     shift: bool = False,
     workers: int = 1,
+    device: Device | None = None,
     resume: bool = False,
     name: str = "cases",
     command: str | None = None,
@@ -79,6 +81,7 @@ def compare(
         shift: Also test on photometric corruptions of the images (``segcal.training.shift``), mild and strong.
         workers: Number of processes: fits are shared by method, evaluations by case. In a torchrun job, its ranks
             share them instead; all machines must see the output folder.
+        device: Where to compute: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``; None for where the cases are.
         resume: Continue in a folder that is not empty; finished work that still applies is reused.
         name: The name of the dataset, for the report.
         command: The command that made this study, for the report.
@@ -102,7 +105,8 @@ def compare(
     asked.check_members(cases)
     splits, origin, warnings = split_cases(cases, repeats, asked.fractions, asked.seed)
     asked = replace(asked, repeats=len(splits))
-    moved = given_sets(cases, shifted or {})
+    cases = cases.on(device)
+    moved = given_sets(cases, {name: own.on(device) for name, own in (shifted or {}).items()})
     if shift:
         moved += corrupted_sets(cases, model, asked)
     started = time.perf_counter()

@@ -1,0 +1,113 @@
+"""segcal and its peers on a CUDA device: ``python benchmarks/gpu.py [--images 50]``.
+
+Logits of 19 x 256 x 512 in float32 lie on the device. Times are medians of several calls after one that compiles, with
+the device waited for. ``copies`` is how many copies of the logits would take as long, and the bandwidth counts the
+bytes that an operation must read and write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import segcal
+from segcal.synthetic import scenes
+
+CLASSES, IMAGE = 19, (256, 512)
+
+
+def data(images: int) -> tuple[Tensor, Tensor]:
+    """Scenes repeated with noise: their maps are coherent and their confidences are those of a network."""
+    some = scenes(min(images, 10), size=IMAGE, num_classes=CLASSES, plant=[segcal.synthetic.SpatialTemperature()])
+    logits = torch.cat([case.logits for case in some]).cuda()
+    labels = torch.cat([case.labels for case in some]).cuda()
+    times = -(-images // len(logits))
+    logits, labels = logits.repeat(times, 1, 1, 1)[:images], labels.repeat(times, 1, 1)[:images]
+    random = torch.Generator("cuda").manual_seed(0)
+    return logits + 0.2 * torch.randn(logits.shape, device="cuda", generator=random), labels
+
+
+def seconds(function: Callable[..., object], calls: int, *arguments: object) -> float:
+    function(*arguments)
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        function(*arguments)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def plain_torch(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """NLL and ECE with 15 bins, as one would write them."""
+    log_p = logits.log_softmax(1)
+    nll = -log_p.gather(1, labels[:, None]).mean()
+    confidence, winner = log_p.max(1)
+    confidence, right = confidence.exp().flatten(), (winner == labels).flatten().float()
+    bins = (confidence * 15).ceil().long().clamp(1, 15) - 1
+    gap = torch.zeros(15, device=logits.device).index_add_(0, bins, confidence - right)
+    return float(nll), float(gap.abs().sum() / len(right))
+
+
+def peers(logits: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
+    found: dict[str, Callable[[], object]] = {"plain torch: NLL and ECE": lambda: plain_torch(logits, labels)}
+    try:
+        from torchmetrics.functional.classification import multiclass_calibration_error as ece
+
+        found["torchmetrics: ECE"] = lambda: ece(logits, labels, CLASSES, n_bins=15)
+    except ImportError:
+        print("torchmetrics is not installed")
+    try:
+        import fiducio
+
+        found["fiducio: temperature fit"] = lambda: fiducio.TemperatureScaling(device="cuda").fit(logits, labels)
+    except ImportError:
+        print("fiducio is not installed")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=50)
+    arguments = parser.parse_args()
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    print(f"segcal {segcal.__version__}, {versions}, {torch.cuda.get_device_name()}")
+    logits, labels = data(arguments.images)
+    size = logits.numel() * 4
+    print(f"{arguments.images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32, {size / 1e9:.2f} GB on the device")
+    copy = seconds(lambda there: there.copy_(logits), 20, torch.empty_like(logits))
+
+    def show(name: str, took: float, moved: float = 1.0) -> None:
+        bandwidth = f"{moved * size / took / 1e9:8.0f} GB/s" if took < 0.1 else ""
+        print(f"  {name:34} {took * 1e3:10.3f} ms  {took / copy:10.1f} copies {bandwidth}", flush=True)
+
+    show("copy", copy, 2.0)
+    show("statistics, everything", seconds(lambda: segcal.VoxelStatistics(CLASSES).update(logits, labels), 20))
+    top = seconds(lambda: segcal.VoxelStatistics(CLASSES, classwise=False).update(logits, labels), 20)
+    show("statistics, top label", top)
+    for name, function in peers(logits, labels).items():
+        show(name, seconds(function, 1 if "fit" in name else 5))
+    fitted = {}
+    for method in ("ts", "dc", "cms-op", "cms-ap", "isotonic"):
+        calibrator = segcal.CALIBRATORS[method]()
+        show(f"{method} fit, all voxels", seconds(lambda c=calibrator: c.fit(logits, labels, voxels="all"), 1))
+        report = calibrator.fit_report
+        assert report is not None
+        nll = f"NLL {report.nll_before:.6f} to {report.nll_after:.6f}"
+        print(f"    {nll}, gradient {report.certificate:.1e}, {report.voxels_used:,} voxels")
+        fitted[method] = calibrator
+    for method, calibrator in fitted.items():
+        show(f"{method} apply", seconds(lambda c=calibrator: c(logits), 20), 2.0)
+        kept = bool((calibrator(logits).argmax(1) == logits.argmax(1)).all())
+        print(f"    labels {'kept' if kept else 'moved'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Which device to work on."""
+
+from __future__ import annotations
+
+import torch
+
+from segcal.errors import InputError
+
+#: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``, or a torch device.
+Device = str | torch.device
+
+
+def resolved(device: Device) -> torch.device:
+    """The device of this name; ``auto`` is a GPU if there is one. Raises if there is no such device here.
+
+    Examples:
+        >>> resolved("cpu")
+        device(type='cpu')
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise InputError(f"device is {str(device)!r}", expected="auto, cpu, cuda or cuda:N")
+    if found.type == "cuda":
+        count = torch.cuda.device_count()
+        if (found.index or 0) >= count:
+            raise InputError(
+                f"device is {str(device)!r}, but PyTorch sees {count or 'no'} CUDA device{'s' * (count != 1)}",
+                expected="a device of this machine",
+                fix="install a CUDA build of PyTorch, or leave the device to 'auto'",
+            )
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return found

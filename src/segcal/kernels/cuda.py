@@ -1,0 +1,292 @@
+"""The CUDA twin of ``segcal.kernels.reference`` and ``apply_cpu``: triton, one read of the logits.
+
+Logits of a block of voxels are a tile in registers: maximum, exp and the sums over classes never leave the processor.
+Histograms are 64-bit integers, a count and a sum of positions within the bin together, so that one atomic addition adds
+a voxel and the order of additions does not matter: the same data give the same bits. Neighbouring programs add to
+different copies of the histograms, because additions to one address wait for each other. The highest bin of right
+predictions and the lowest of class probabilities, which hold most voxels, are summed by block instead.
+
+Precision: exp has a relative error below 3e-7; per-class terms are float32, everything summed over voxels is float64. A
+sum of probabilities in a bin is off by at most 4e-6 of the bin's width for every voxel, without bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segcal.kernels import cuda_loops as loops
+from segcal.kernels.experts import ExpertMap
+from segcal.kernels.grid import LIMIT, WIDTH, BinGrid
+from segcal.kernels.tally import Tally
+from segcal.kernels.voxels import ONE_BIN, Voxels
+from segcal.scores import DEPTH
+
+# Voxels that one histogram can count.
+_LAUNCH = 2**23
+# Rows of a tile that one warp can hold, and the programs that work on tiles in turn.
+_ROWS, _PROGRAMS = 64, 132 * 16
+# Copies of the histograms, and numbers in all of them (32 MB).
+_COPIES, _CELLS = 64, 2**22
+
+
+def rows_of(classes: int) -> int:
+    """Rows of a tile: the classes rounded up to a power of two."""
+    return max(8, 1 << (classes - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How a kernel walks through voxels: logits ``(N, C, V)`` with their strides, and flat labels and mask."""
+
+    logits: Tensor
+    labels: Tensor
+    mask: Tensor | None
+    ignored: int
+
+    @classmethod
+    def of(cls, voxels: Voxels) -> Walk:
+        """Copies the logits only if their spatial axes cannot be flattened."""
+        logits = voxels.logits.detach()
+        logits = logits.reshape(*logits.shape[:2], math.prod(logits.shape[2:]))
+        ignored = int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
+        labels, mask = (_flat(own, logits.device) for own in (voxels.labels, voxels.mask))
+        assert labels is not None
+        return cls(logits, labels, mask, ignored)
+
+    @property
+    def voxels(self) -> int:
+        """Voxels of all images."""
+        return len(self.logits) * self.logits.shape[2]
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is a mask."""
+        return self.mask is not None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, labels and mask; without a mask anything that is not read."""
+        return self.logits, self.labels, self.labels if self.mask is None else self.mask
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Classes, voxels of an image, strides by image, class and voxel, the skew, and the ignored label."""
+        return (*self.logits.shape[1:], *self.logits.stride(), 0, self.ignored)
+
+    @property
+    def tile(self) -> dict[str, int]:
+        """The sides of a tile, and the warps that share it."""
+        rows = rows_of(self.logits.shape[1])
+        return {"CP": rows, "BLOCK": 32, "num_warps": max(1, rows // _ROWS)}
+
+    @property
+    def blocks(self) -> int:
+        """Tiles that all voxels make."""
+        return -(-self.voxels // self.tile["BLOCK"])
+
+    @property
+    def programs(self) -> int:
+        """Programs that take the blocks in turn."""
+        return min(_PROGRAMS, max(1, self.blocks))
+
+
+def tally(voxels: Voxels, threads: int) -> Tally:
+    """All statistics of logits on a CUDA device; see ``segcal.kernels.tally``. ``threads`` is not used."""
+    score_map, beta, depth = voxels.score_map, 1.0, math.inf
+    if score_map is not None and score_map.is_scale:
+        beta, depth = float(score_map.weight), DEPTH
+    elif score_map is not None:
+        before = voxels.logits.argmax(1)
+        mapped = score_map(voxels.logits.detach().float())
+        voxels = dataclasses.replace(voxels, logits=mapped, score_map=None, uncalibrated=before)
+    walk, slots = Walk.of(voxels), voxels.num_slots
+    device, classes, top = walk.logits.device, walk.logits.shape[1], voxels.top_grid
+    by_class = voxels.class_grid or ONE_BIN
+    bins = 0 if voxels.class_grid is None else len(by_class)
+    total = Tally.zeros(slots, classes, top, voxels.class_grid)
+    shapes = [own.shape for own in (total.top_count, total.predicted_count, total.class_count, total.class_positive,
+                                    total.confusion)]  # fmt: skip
+    sizes = [math.prod(shape) for shape in shapes]
+    copies = max(1, min(_COPIES, _CELLS // sum(sizes)))
+    tile, programs = walk.tile, walk.programs
+    others = [_flat(own, device) for own in (voxels.slots, voxels.uncalibrated)]
+    *top_tables, top_steps = _tables(top, torch.float64, device)
+    *class_tables, class_steps = _tables(by_class, torch.float32, device)
+    for start in range(0, walk.voxels, _LAUNCH):
+        stop = min(start + _LAUNCH, walk.voxels)
+        cells = torch.zeros((copies, sum(sizes)), dtype=torch.int64, device=device)
+        sums = torch.zeros((programs, slots, loops.COLUMNS, tile["CP"]), dtype=torch.float64, device=device)
+        bad = torch.full((1,), stop, dtype=torch.int64, device=device)
+        loops.tally_loop[(programs,)](
+            *walk.tensors, *(bad if own is None else own for own in others), *top_tables, *class_tables, cells, sums,
+            bad, start, stop, *walk.numbers, beta, depth, voxels.energy_shift, slots, len(top), bins, sum(sizes),
+            copies,
+            MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None, CLASSWISE=bins > 0,
+            TOP_STEPS=top_steps, CLASS_STEPS=class_steps, **tile,
+        )  # fmt: skip
+        found = torch.cat((cells.sum(0), sums.sum(0).view(torch.int64).flatten(), bad)).cpu().numpy()
+        if found[-1] < stop:
+            raise voxels.bad_voxel(int(found[-1]))
+        *parts, columns = np.split(found[:-1], np.cumsum(sizes))
+        by_column = columns.view(np.float64).reshape(slots, loops.COLUMNS, -1)[:, :, : max(classes, 8)]
+        _fill(total, [own.reshape(shape) for own, shape in zip(parts, shapes, strict=True)], by_column, top, by_class)
+    if voxels.compares:
+        total.flips[:, 0] = total.confusion.sum((1, 2))
+    return total
+
+
+def _fill(total: Tally, parts: list[NDArray[np.int64]], by_column: Any, top: BinGrid, by_class: BinGrid) -> None:
+    """Add what a launch found."""
+    top_cells, predicted_cells, class_cells, positive, confusion = parts
+    classes = confusion.shape[1]
+    columns = by_column[:, :, :classes]
+    right = columns[:, loops.RIGHT].astype(np.int64)
+    total.confusion[:] += confusion
+    total.confusion[:, range(classes), range(classes)] += right
+    total.losses[:] += columns[:, : loops.ENTROPY + 1].transpose(0, 2, 1)
+    hot_count, hot_confidence = columns[:, loops.HOT_COUNT].astype(np.int64), columns[:, loops.HOT_CONFIDENCE]
+    count, confidence = _unpacked(top_cells, top)
+    count[:, 1, -1] += hot_count.sum(1)
+    confidence[:, 1, -1] += hot_confidence.sum(1)
+    total.top_count[:] += count
+    total.top_confidence[:] += confidence
+    total.energy[:] += by_column[:, loops.BY_SLOT, :2]
+    total.flips[:, 1:] += by_column[:, loops.BY_SLOT, 2:5].astype(np.int64)
+    if not positive.size:
+        return
+    count, confidence = _unpacked(predicted_cells, by_class)
+    count[:, :, 1, -1] += hot_count
+    confidence[:, :, 1, -1] += hot_confidence
+    total.predicted_count[:] += count
+    total.predicted_confidence[:] += confidence
+    own_count, own_confidence = _unpacked(class_cells, by_class)
+    own_count += count.sum(2)
+    own_confidence += confidence.sum(2)
+    voxels = confusion.sum((1, 2)) + right.sum(1)
+    own_count[:, :, 0] = voxels[:, None] - own_count[:, :, 1:].sum(2)
+    own_confidence[:, :, 0] += columns[:, loops.LOW]
+    total.class_count[:] += own_count
+    total.class_confidence[:] += own_confidence
+    total.class_positive[:] += positive + count[:, :, 1]
+
+
+def _unpacked(cells: NDArray[np.int64], grid: BinGrid) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Counts and sums of probabilities from the cells of a histogram, whose last axis is the grid's."""
+    count, position = cells >> loops.COUNT_BIT, cells & (2**loops.COUNT_BIT - 1)
+    return count, count * grid.lower + position * ((grid.upper - grid.lower) / 2**loops.POSITION_BITS)
+
+
+@lru_cache(maxsize=32)
+def _cached_tables(edges: bytes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """First bins of cells, upper and lower edges, positions per unit, and how far the first bins may be below."""
+    grid = BinGrid.from_edges(np.frombuffer(edges))
+    upper, lower = (torch.from_numpy(array).to(device, dtype) for array in (grid.upper, grid.lower))
+    steps = int(np.diff(np.append(grid.first, len(grid))).max())
+    return torch.from_numpy(grid.first).to(device), upper, lower, 2**loops.POSITION_BITS / (upper - lower), steps
+
+
+def _tables(grid: BinGrid, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    return _cached_tables(grid.upper.tobytes(), dtype, device)
+
+
+def temperature_sums(voxels: Voxels, beta: float) -> list[float]:
+    """Count, NLL, slope and curvature of the valid voxels; see ``segcal.kernels.fitting_passes``."""
+    walk = Walk.of(voxels)
+    sums = torch.zeros((walk.programs, 4), dtype=torch.float64, device=walk.logits.device)
+    bad = torch.full((1,), walk.voxels, dtype=torch.int64, device=sums.device)
+    loops.temperature_loop[(walk.programs,)](
+        *walk.tensors, sums, bad, walk.voxels, *walk.numbers, beta, MASKED=walk.masked, **walk.tile
+    )
+    *total, first = torch.cat((sums.sum(0), bad.double())).tolist()
+    if first < walk.voxels:
+        raise voxels.bad_voxel(int(first))
+    return total
+
+
+def survey(voxels: Voxels, edges: Tensor) -> tuple[Tensor, float, bool]:
+    """The strata ``(v,)`` int32 of a ``Survey``, the sum of the NLL, and whether some class is impossible."""
+    walk = Walk.of(voxels)
+    device = walk.logits.device
+    strata = torch.empty(walk.voxels, dtype=torch.int32, device=device)
+    sums = torch.zeros(walk.programs, dtype=torch.float64, device=device)
+    bad = torch.full((1,), walk.voxels, dtype=torch.int64, device=device)
+    impossible = torch.zeros(1, dtype=torch.int32, device=device)
+    loops.survey_loop[(walk.programs,)](
+        *walk.tensors, edges.to(device), strata, sums, bad, impossible, walk.voxels, *walk.numbers, len(edges),
+        MASKED=walk.masked, **walk.tile,
+    )  # fmt: skip
+    nll, first, deep = torch.stack((sums.sum(), bad[0].double(), impossible[0].double())).tolist()
+    if first < walk.voxels:
+        raise voxels.bad_voxel(int(first))
+    return strata, nll, deep > 0
+
+
+def apply_temperature(logits: Tensor, beta: float) -> Tensor:
+    """``log S(beta z)`` of logits ``(N, C, *spatial)``, with exactly their argmax and in their dtype."""
+    return _map(logits, loops.apply_temperature_loop, (), beta)
+
+
+def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool) -> Tensor:
+    """``log S(expert_map(z))`` of logits ``(N, C, *spatial)`` in their dtype; ``keep`` keeps exactly their argmax."""
+    expert_map.check_classes(logits.shape[1])
+    kind = loops.KINDS[expert_map.features]
+    tables = _expert_tables(expert_map, logits.device)
+    return _map(logits, loops.apply_experts_loop, tables, KIND=kind, ROUTED=len(tables[0]) > 1, KEEP=keep)
+
+
+def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor) -> Tensor:
+    """``log S(g(log S(z)))`` of logits ``(N, C, *spatial)``; see ``apply_cpu.apply_knots``."""
+    tables = tuple(own.to(logits.device, torch.float32) for own in (centres, knots))
+    return _map(logits, loops.apply_knots_loop, tables, len(centres), LIMIT, WIDTH)
+
+
+def apply_bins(logits: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+    """Log-probabilities from the ``values (C, bins)`` of bins; see ``apply_cpu.apply_bins``."""
+    classes, bins = values.shape
+    steps = (bins - 1).bit_length()
+    limits = torch.full((classes, 2**steps - 1), torch.inf, device=logits.device)
+    limits[:, : bins - 1] = edges
+    tables = limits, values.to(logits.device, torch.float32).contiguous()
+    return _map(logits, loops.apply_bins_loop, tables, bins, STEPS=steps)
+
+
+def _expert_tables(expert_map: ExpertMap, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights ``(E, inputs, CP)``, tilt and bias ``(E, CP)`` of the loop, in float32."""
+    classes, features = expert_map.num_classes, expert_map.features
+    weight, bias = expert_map.weight.double().to(device), expert_map.bias.double().to(device)
+    tilt = torch.zeros_like(bias)
+    if features in ("logits", "log-probs", "own-logit"):
+        tilt = expert_map.tilt.to(device)
+    if features == "gaps":  # scores fall by what the map returns, from rank to rank
+        weight, bias = (
+            torch.nn.functional.pad(own.cumsum(1), (0,) * (2 * own.ndim - 4) + (1, 0)) for own in (weight, bias)
+        )
+        tilt = torch.zeros_like(bias)
+    if features in ("margins", "gaps"):
+        bias = -bias
+    return tuple(  # type: ignore[return-value]
+        torch.nn.functional.pad(own, (0, rows_of(classes) - classes)).float().contiguous()
+        for own in (-weight.transpose(1, 2), tilt, bias)
+    )
+
+
+def _map(logits: Tensor, loop: Any, tables: tuple[Tensor, ...], *numbers: float, **options: Any) -> Tensor:
+    """The log-probabilities that a loop writes."""
+    walk = Walk.of(Voxels(logits, logits))
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    flat = out.view(walk.logits.shape)
+    sizes = walk.voxels, *walk.numbers[:-1], *flat.stride()
+    loop[(walk.blocks,)](walk.logits, flat, *tables, *sizes, *numbers, **options, **walk.tile)
+    return out
+
+
+def _flat(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device).reshape(-1)

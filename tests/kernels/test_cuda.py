@@ -1,0 +1,202 @@
+"""The triton kernels against the definitions: on a GPU if there is one, else in triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from segcal.errors import InputError
+from segcal.kernels import reference
+from segcal.kernels.experts import ExpertMap
+from segcal.kernels.fitting_passes import FineHistogram, logit_centres
+from segcal.kernels.fitting_passes import _sums as temperature_definition
+from segcal.kernels.fitting_passes import _survey as survey_definition
+from segcal.kernels.grid import BinGrid
+from segcal.kernels.voxels import AffineMap, Voxels
+
+cuda = pytest.importorskip("segcal.kernels.cuda")
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where the interpreter divides by zero
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLASS_GRID = BinGrid.classwise((15, 50), (1e-3,))
+TOP_GRID = BinGrid.top_label((15, 50), CLASS_GRID)
+
+
+def voxels(classes: int = 5, dtype: torch.dtype = torch.float32, size: tuple[int, ...] = (2, 9, 8), **more) -> Voxels:
+    """Random logits with ties and an impossible class, and labels that are mostly right."""
+    random = torch.Generator().manual_seed(classes)
+    z = (torch.randn(size[0], classes, *size[1:], generator=random) * 4).to(dtype)
+    z[0, 1, :3] = z[0, 0, :3]
+    z[0, 1, 4] = -torch.inf
+    y = torch.where(
+        torch.rand(size, generator=random) < 0.7, z.argmax(1), torch.randint(classes, size, generator=random)
+    )
+    y[0, 4] = 0
+    y[torch.rand(size, generator=random) < 0.05] = 255
+    given = {"top_grid": TOP_GRID, "class_grid": CLASS_GRID, "ignore_index": 255} | more
+    return Voxels(z.to(DEVICE), y.to(DEVICE), **given)
+
+
+def marks(size: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def assert_same(found, expected) -> None:
+    """Counts are equal and sums agree to 1e-6; a confidence on an edge may move one voxel to the next bin."""
+    for name, one, other in zip(found._fields, found, expected, strict=True):
+        moved = 1 if name in ("top_count", "top_confidence") else 0
+        wrong = np.abs(one - other) > 1e-6 * np.abs(other) + 1e-9
+        assert np.count_nonzero(wrong) <= 2 * moved, name
+        assert np.allclose(one.sum(), other.sum(), rtol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2, 19, 40])
+def test_every_statistic_equals_the_reference(classes: int, dtype: torch.dtype) -> None:
+    given = voxels(classes, dtype, energy_shift=3.0)
+    assert_same(cuda.tally(given, 1), reference.tally(given, 1))
+
+
+def test_masks_slots_and_a_temperature() -> None:
+    size = (2, 9, 8)
+    more = {"mask": marks(size) < 0.8, "slots": (marks(size, 1) * 3).to(torch.uint8), "num_slots": 3}
+    given = voxels(6, **more, score_map=AffineMap.temperature(1.7))
+    assert_same(cuda.tally(given, 1), reference.tally(given, 1))
+
+
+def test_flips_are_counted_against_the_uncalibrated_argmax() -> None:
+    given = voxels(4)
+    other = (given.logits + 3 * marks(tuple(given.logits.shape))).argmax(1)
+    given = voxels(4, uncalibrated=other)
+    found, expected = cuda.tally(given, 1), reference.tally(given, 1)
+    assert_same(found, expected)
+    assert found.flips[0, 1:].sum() > 0
+
+
+def test_a_matrix_is_applied_first() -> None:
+    given = voxels(3, score_map=AffineMap(torch.eye(3) + 0.3, torch.tensor([0.5, 0.0, -0.5])))
+    assert_same(cuda.tally(given, 1), reference.tally(given, 1))
+
+
+def test_without_classwise_histograms() -> None:
+    given = voxels(7, class_grid=None)
+    assert_same(cuda.tally(given, 1), reference.tally(given, 1))
+
+
+def test_channels_last_and_flat_logits() -> None:
+    given = voxels(5)
+    flat = given.logits.movedim(1, -1).reshape(-1, 5)
+    last = given.logits.contiguous(memory_format=torch.channels_last)
+    expected = reference.tally(given, 1)
+    assert_same(cuda.tally(Voxels(last, given.labels, TOP_GRID, CLASS_GRID, 255), 1), expected)
+    assert_same(cuda.tally(Voxels(flat, given.labels.reshape(-1), TOP_GRID, CLASS_GRID, 255), 1), expected)
+
+
+def test_the_same_data_give_the_same_bits() -> None:
+    given = voxels(19)
+    for one, other in zip(cuda.tally(given, 1), cuda.tally(given, 1), strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_first_unfit_voxel_is_named(value: float) -> None:
+    given = voxels(3)
+    given.logits[1, :, 5, 6] = value
+    given.logits[1, :, 7, 7] = value
+    given.labels[1, 5, 6] = given.labels[1, 7, 7] = 0
+    for check in (lambda: cuda.tally(given, 1), lambda: cuda.temperature_sums(given, 1.0)):
+        with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
+            check()
+
+
+def test_a_label_out_of_range_is_named() -> None:
+    given = voxels(3)
+    given.labels[1, 2, 3] = 7
+    with pytest.raises(InputError, match=r"label 7 at voxel \(1, 2, 3\)"):
+        cuda.tally(given, 1)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.7, 5.0])
+def test_temperature_sums(beta: float) -> None:
+    given = voxels(5, mask=marks((2, 9, 8)) < 0.8)
+    assert cuda.temperature_sums(given, beta) == pytest.approx(list(temperature_definition(given, beta)), rel=1e-6)
+
+
+def test_survey() -> None:
+    given, edges = voxels(5), np.array((0.6, 0.9, 0.99, 0.999), np.float32)
+    strata, nll, impossible = cuda.survey(given, torch.from_numpy(edges))
+    expected = survey_definition(given, edges)
+    assert np.array_equal(strata.cpu().numpy(), expected.strata)
+    assert nll == pytest.approx(expected.nll, rel=1e-6)
+    assert impossible == expected.impossible
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_temperature_scaling_keeps_the_argmax(dtype: torch.dtype) -> None:
+    z = voxels(19, dtype).logits
+    found, exact = cuda.apply_temperature(z, 0.7), z.double()
+    expected = ((exact - exact.amax(1, keepdim=True)) * 0.7).log_softmax(1)
+    assert torch.equal(found.argmax(1), z.argmax(1))
+    assert found.dtype == dtype
+    assert_close(found, expected)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the rounding of the type; the same classes are impossible."""
+    finite = torch.isfinite(expected)
+    assert torch.equal(torch.isfinite(found), finite)
+    scale = 1 + expected[finite].abs().max()
+    assert ((found.double() - expected)[finite] / scale).abs().max() < max(1e-6, torch.finfo(found.dtype).eps)
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("features", ["logits", "own-logit", "log-probs", "margins", "gaps"])
+@pytest.mark.parametrize("routed", [False, True])
+def test_expert_maps(features: str, routed: bool, classes: int) -> None:
+    if features == "own-logit" and routed:
+        return
+    random = torch.Generator().manual_seed(1)
+    outputs, experts = classes - (features == "gaps"), classes if routed else 1
+    inputs = 1 if features == "own-logit" else outputs
+    weight = torch.rand(experts, outputs, inputs, generator=random) + 0.1
+    bias = torch.rand(experts, outputs, generator=random) + 1e-3
+    mapping = ExpertMap(features, weight.to(DEVICE), bias.to(DEVICE))
+    z, keep = voxels(classes).logits, features in ("margins", "gaps")
+    found = cuda.apply_experts(z, mapping, keep=keep)
+    assert_close(found, mapping(z.double()).log_softmax(1))
+    assert not keep or torch.equal(found.argmax(1), z.argmax(1))
+
+
+def test_bins_and_knots() -> None:
+    z = voxels(4).logits
+    log_p = z.double().log_softmax(1)
+    centres = torch.from_numpy(logit_centres())
+    found = cuda.apply_knots(z, centres, centres)
+    assert_close(found, log_p)
+    assert torch.equal(found.argmax(1), z.argmax(1))
+    edges, values = torch.tensor([[-2.0, -0.5]] * 4), torch.tensor([[0.1, 0.3, 0.9]] * 4).log()
+    place = torch.searchsorted(edges[0].double().to(DEVICE), log_p.contiguous())
+    scores = values[0].to(DEVICE)[place].double().masked_fill(torch.isneginf(log_p), -torch.inf)
+    assert_close(cuda.apply_bins(z, edges, values), scores.log_softmax(1))
+
+
+def test_voxels_without_softmax_become_nan() -> None:
+    z = voxels(3).logits
+    z[0, 0, 0, 0], z[0, :, 1, 1], z[0, 1, 2, 2] = torch.nan, -torch.inf, torch.inf
+    lost = torch.isnan(cuda.apply_temperature(z, 1.3)).all(1)
+    assert lost.sum() == 3
+    assert lost[0, 0, 0]
+    assert lost[0, 1, 1]
+    assert lost[0, 2, 2]
+
+
+def test_fine_histograms_of_a_device() -> None:
+    given = voxels(4)
+    for classwise in (True, False):
+        one, other = (FineHistogram(4, classwise=classwise) for _ in range(2))
+        one._add(given)
+        other._add_on_device(given)
+        assert np.array_equal(one.counts, other.counts)
+        assert np.array_equal(one.positive, other.positive)
+        assert np.allclose(one.probability, other.probability, rtol=1e-8)
