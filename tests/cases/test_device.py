@@ -2,8 +2,11 @@ import pytest
 import torch
 
 import segcal
+from segcal.calibrators import temperature
 from segcal.cases.device import resolved
 from segcal.errors import InputError
+from segcal.fitting.data import over_chunks
+from segcal.statistics import VoxelStatistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
 
@@ -44,3 +47,42 @@ def test_fits_and_evaluations_take_a_device():
     assert found.value("nll") == segcal.evaluate(cases, calibrator, metrics=("nll",)).value("nll")
     with pytest.raises(InputError, match="no CUDA device"):
         segcal.CALIBRATORS["ts"]().fit(cases, device="cuda")
+
+
+def raising_once(function, calls):
+    """A function for which there is too little memory at the first call."""
+
+    def wrapped(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+def test_a_fit_goes_on_with_half_the_rows_where_memory_is_short(monkeypatch):
+    cases, calls = segcal.synthetic.scenes(3, size=(16, 20)), []
+    expected = segcal.CALIBRATORS["ts"]().fit(cases).temperature
+    monkeypatch.setattr(temperature, "temperature_sums", raising_once(temperature.temperature_sums, calls))
+    with pytest.warns(UserWarning, match="half as many"):
+        found = segcal.CALIBRATORS["ts"]().fit(cases).temperature
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_evaluation_goes_on_with_half_the_rows_where_memory_is_short(monkeypatch):
+    cases, calls = segcal.synthetic.scenes(2, size=(16, 20)), []
+    expected = segcal.evaluate(cases, metrics=("nll", "ece"))
+    monkeypatch.setattr(VoxelStatistics, "update", raising_once(VoxelStatistics.update, calls))
+    with pytest.warns(UserWarning, match="half as many"):
+        found = segcal.evaluate(cases, metrics=("nll", "ece"))
+    for metric in ("nll", "ece"):
+        assert found.value(metric) == pytest.approx(expected.value(metric), rel=1e-9)
+
+
+def test_a_single_row_that_does_not_fit_is_an_error():
+    def never(case, chunk):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.warns(UserWarning, match="half as many"), pytest.raises(torch.OutOfMemoryError):
+        list(over_chunks(segcal.synthetic.scenes(1, size=(16, 20)), never))

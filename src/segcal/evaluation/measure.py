@@ -20,7 +20,7 @@ from segcal.metrics.surfaces import class_mean, foreground, surface_distances
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions, Window
 from segcal.statistics import EVERYTHING, VoxelStatistics
-from segcal.types import Case, row_slices
+from segcal.types import Case, fewer_rows, row_slices
 
 # The second passes that metrics need, by the key of their column.
 SecondPasses = dict[tuple[str, str], SecondPass]
@@ -113,7 +113,17 @@ class CalibratedCase:
             return case_scores(self.voxels.case, self.calibrator)
 
     def add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
-        """Add the voxels of a window with these logits."""
+        """Add the voxels of a window with these logits, by halves where a GPU has too little memory."""
+        try:
+            self._add_to(statistics, window, logits)
+            return
+        except torch.OutOfMemoryError:
+            halves = fewer_rows(window[0])
+        for rows in halves:
+            own = logits.narrow(2, rows.start - window[0].start, rows.stop - rows.start)
+            self.add_to(statistics, (rows, *window[1:]), own)
+
+    def _add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
         index, voxels = (slice(None), *window), self.voxels
         scores, score_map, uncalibrated = self.scores(window, logits)
         statistics.update(

@@ -10,10 +10,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+import torch
+
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, score_pieces
 from segcal.errors import InputError, naming
-from segcal.types import Case, Chunk
+from segcal.types import Case, Chunk, fewer_rows
 
 T = TypeVar("T")
 VoxelBudget = Literal["auto", "all"]
@@ -45,13 +47,27 @@ def over_chunks(
 ) -> Iterator[T]:
     """``function(case, chunk)`` for the chunks of all cases, one in memory at a time; errors name the case.
 
-    With a calibrator, the logits of the chunks are its log-probabilities.
+    Chunks for which a GPU has too little memory are halved, so the function must change nothing if it raises. With a
+    calibrator, the logits of the chunks are its log-probabilities.
     """
     for case in cases:
         with naming(case=case.id):
             for chunk in case.chunks() if calibrator is None else _calibrated(case, calibrator):
-                yield function(case, chunk)
+                yield from _within_memory(function, case, chunk)
         del case
+
+
+def _within_memory(function: Callable[[Case, Chunk], T], case: Case, chunk: Chunk) -> Iterator[T]:
+    """The result for a chunk or, where a GPU has too little memory for that, those for its halves."""
+    try:
+        found = function(case, chunk)
+    except torch.OutOfMemoryError:
+        halves = fewer_rows(chunk.rows)
+    else:
+        yield found
+        return
+    for rows in halves:
+        yield from _within_memory(function, case, chunk.part(rows))
 
 
 def _calibrated(case: Case, calibrator: AnyCalibrator) -> Iterator[Chunk]:
