@@ -1,5 +1,7 @@
+import gc
 import math
 import sys
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -381,3 +383,20 @@ def test_the_work_after_the_pass_does_not_grow_with_classes_times_regions(monkey
         evaluate(scenes(1, size=(16, 18), num_classes=classes), regions=("everything", "boundary"))
         counts.append(len(calls))
     assert counts[0] == counts[1]
+
+
+def test_a_case_is_released_when_it_is_measured():
+    """Without waiting for Python to look for circles of references."""
+    cases, seen = segcal.synthetic.scenes(3, size=(16, 20)), []
+
+    def mask(case):
+        seen.append(weakref.ref(case))
+        return case.labels > 0
+
+    gc.disable()
+    try:
+        segcal.evaluate(cases, metrics=("nll",), regions=("own",), masks={"own": mask})
+    finally:
+        gc.enable()
+    assert len(seen) == 3
+    assert all(one() is None for one in seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -88,7 +89,9 @@ class CalibratedCase:
     """The voxels of a case with one calibrator, in chunks if the calibrator allows it."""
 
     def __init__(self, voxels: CaseVoxels, calibrator: AnyCalibrator) -> None:
-        self.voxels, self.calibrator = voxels, None if calibrator is None else as_calibrator(calibrator)
+        # A circle of references would keep the labels and masks of many cases in memory, until Python looks for them.
+        self.voxels: CaseVoxels = weakref.proxy(voxels)
+        self.calibrator = None if calibrator is None else as_calibrator(calibrator)
         self.score_map = None if self.calibrator is None else self.calibrator.score_map
 
     def scores(self, window: Window, logits: Tensor) -> tuple[Tensor, AffineMap | None, Tensor | None]:
