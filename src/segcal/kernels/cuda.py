@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.kernels import cuda_loops as loops
+from segcal.kernels import cuda_maps as maps
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.grid import LIMIT, WIDTH, BinGrid
 from segcal.kernels.tally import Tally
@@ -231,21 +232,21 @@ def survey(voxels: Voxels, edges: Tensor) -> tuple[Tensor, float, bool]:
 
 def apply_temperature(logits: Tensor, beta: float) -> Tensor:
     """``log S(beta z)`` of logits ``(N, C, *spatial)``, with exactly their argmax and in their dtype."""
-    return _map(logits, loops.apply_temperature_loop, (), beta)
+    return _map(logits, maps.apply_temperature_loop, (), beta)
 
 
 def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool) -> Tensor:
     """``log S(expert_map(z))`` of logits ``(N, C, *spatial)`` in their dtype; ``keep`` keeps exactly their argmax."""
     expert_map.check_classes(logits.shape[1])
-    kind = loops.KINDS[expert_map.features]
+    kind = maps.KINDS[expert_map.features]
     tables = _expert_tables(expert_map, logits.device)
-    return _map(logits, loops.apply_experts_loop, tables, KIND=kind, ROUTED=len(tables[0]) > 1, KEEP=keep)
+    return _map(logits, maps.apply_experts_loop, tables, KIND=kind, ROUTED=len(tables[0]) > 1, KEEP=keep)
 
 
 def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor) -> Tensor:
     """``log S(g(log S(z)))`` of logits ``(N, C, *spatial)``; see ``apply_cpu.apply_knots``."""
     tables = tuple(own.to(logits.device, torch.float32) for own in (centres, knots))
-    return _map(logits, loops.apply_knots_loop, tables, len(centres), LIMIT, WIDTH)
+    return _map(logits, maps.apply_knots_loop, tables, len(centres), LIMIT, WIDTH)
 
 
 def apply_bins(logits: Tensor, edges: Tensor, values: Tensor) -> Tensor:
@@ -255,7 +256,7 @@ def apply_bins(logits: Tensor, edges: Tensor, values: Tensor) -> Tensor:
     limits = torch.full((classes, 2**steps - 1), torch.inf, device=logits.device)
     limits[:, : bins - 1] = edges
     tables = limits, values.to(logits.device, torch.float32).contiguous()
-    return _map(logits, loops.apply_bins_loop, tables, bins, STEPS=steps)
+    return _map(logits, maps.apply_bins_loop, tables, bins, STEPS=steps)
 
 
 def _expert_tables(expert_map: ExpertMap, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
