@@ -9,6 +9,7 @@ import segcal
 from reference.calibrators import drawn
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseRef, CaseSet
+from segcal.cases.caseset import tensors_as_cases
 from segcal.errors import InputError
 from segcal.fitting import cost, first_pass
 
@@ -106,5 +107,31 @@ def test_a_thousand_classes_are_scaled_by_vectors():
     report = CALIBRATORS["vs"]().fit(z, y).fit_report
     assert report.converged
     assert report.nll_after < report.nll_before
-    assert len(report.notes) == 2
+    assert len(report.notes) == 3
     assert all(len(note) < 200 for note in report.notes)
+
+
+def thousand_classes():
+    random = torch.Generator().manual_seed(0)
+    z = 3 * torch.randn(2, 1000, 12, 12, generator=random)
+    return z, (z + torch.randn(z.shape, generator=random)).argmax(1)
+
+
+@pytest.mark.parametrize("name", ["ts", "ets", "vs", "isotonic", "trust"])
+def test_a_thousand_classes_are_fitted_and_labels_are_kept(name):
+    z, y = thousand_classes()
+    calibrator = CALIBRATORS[name]().fit(z, y)
+    assert calibrator.fit_report.nll_after <= calibrator.fit_report.nll_before
+    mapped = calibrator(z)
+    assert torch.allclose(mapped.exp().sum(1), torch.ones(2, 12, 12), atol=1e-4)
+    if calibrator.preserves:
+        assert torch.equal(mapped.argmax(1), z.argmax(1))
+
+
+def test_all_metrics_of_a_thousand_classes():
+    z, y = thousand_classes()
+    results = segcal.evaluate(tensors_as_cases(z, y, 255, None), metrics=tuple(segcal.METRICS))
+    expected = torch.nn.functional.cross_entropy(z.double(), y)
+    assert results.value("nll") == pytest.approx(float(expected), rel=1e-5)
+    assert 0 < results.value("ece") < 1
+    assert results.value("accuracy") == pytest.approx(float((z.argmax(1) == y).double().mean()))

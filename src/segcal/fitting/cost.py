@@ -70,7 +70,7 @@ def gradient_cost(experts: int, outputs: int, columns: int, voxels: int) -> FitC
     """The cost of a fit without Hessians; the arguments are those of ``curvature_cost``.
 
     Memory: forty vectors of all parameters, seventy of one expert's, and the sample with its features, probabilities
-    and slopes, 40 bytes for each score. Time: two hundred gradients of ``4 n K L`` operations, at half the speed, as
+    and slopes, 48 bytes for each score. Time: two hundred gradients of ``4 n K L`` operations, at half the speed, as
     the steps themselves take as long.
 
     Examples:
@@ -78,7 +78,7 @@ def gradient_cost(experts: int, outputs: int, columns: int, voxels: int) -> FitC
         True
     """
     parameters = outputs * columns
-    memory = 8.0 * parameters * (_VECTORS * experts + _STEPS) + 40.0 * voxels * outputs
+    memory = 8.0 * parameters * (_VECTORS * experts + _STEPS) + 48.0 * voxels * outputs
     seconds = _GRADIENTS * 2 * 4 * voxels * parameters / (_SPEED * torch.get_num_threads())
     return FitCost(memory, seconds, f"{experts * parameters:,} parameters")
 

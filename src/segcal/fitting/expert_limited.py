@@ -32,43 +32,65 @@ _FLOOR = 1e-10
 
 @dataclass(frozen=True)
 class _Coordinates:
-    """``theta = S y V'`` of one expert: ``scale (K, L)``, and ``turn (L, L)`` or None for the identity."""
+    """``theta = S y V'`` of one expert: ``scale (K, L)``, and ``turn (L, L)`` or None for the identity.
+
+    In vector scaling, the bias is that at a typical logit of its class, ``centre (C,)``, not at 0.
+    """
 
     form: ExpertForm
     scale: FloatArray
     turn: FloatArray | None
+    centre: FloatArray
 
     @classmethod
     def of(cls, problem: ExpertProblem, rows: Rows, theta: FloatArray, expert: int) -> _Coordinates:
         """Those in which the curvature at ``theta (K, L)`` is about 1."""
         form, ridge = problem.form, problem.penalties[expert].diagonal().reshape(theta.shape)
-        turn = None
-        if not form.constrained and form.features != "own-logit":
-            turn = np.linalg.eigh((rows.x * rows.weight[:, None]).T @ rows.x)[1]
-            ridge = np.broadcast_to(ridge.mean(1, keepdims=True), theta.shape)
-        curvature = diagonal(rows, theta, form.features, turn) / problem.first.total + ridge
-        return cls(form, 1 / np.sqrt(np.maximum(curvature, _FLOOR * curvature.max(initial=1e-300))), turn)
+        turn, centre = None, np.zeros(len(theta))
+        if form.features == "own-logit":
+            count, first, second = diagonal(rows, theta, form.features).T
+            centre = first / np.maximum(count, 1e-300)
+            curvature = np.stack((second - centre * first, count), 1)
+        else:
+            if not form.constrained:
+                turn = np.linalg.eigh((rows.x * rows.weight[:, None]).T @ rows.x)[1]
+                ridge = np.broadcast_to(ridge.mean(1, keepdims=True), theta.shape)
+            curvature = diagonal(rows, theta, form.features, turn)
+        curvature = curvature / problem.first.total + ridge
+        scale = 1 / np.sqrt(np.maximum(curvature, _FLOOR * curvature.max(initial=1e-300)))
+        return cls(form, scale, turn, centre)
+
+    @property
+    def _vector(self) -> bool:
+        return self.form.features == "own-logit"
 
     def theta(self, y: FloatArray) -> FloatArray:
         """``(K, L)`` of ``y (P,)``."""
         scaled = self.scale * y.reshape(self.scale.shape)
+        if self._vector:
+            scaled[:, 1] -= self.centre * scaled[:, 0]
         return scaled if self.turn is None else self.form.project(scaled @ self.turn.T)
 
     def gradient(self, slope: FloatArray) -> FloatArray:
         """The gradient by y ``(P,)`` from that by theta ``(K, L)``."""
-        turned = slope if self.turn is None else self.form.project(slope) @ self.turn
+        turned = slope.copy() if self.turn is None else self.form.project(slope) @ self.turn
+        if self._vector:
+            turned[:, 0] -= self.centre * turned[:, 1]
         return (self.scale * turned).ravel()
 
     def bounds(self, expert: int) -> tuple[FloatArray, FloatArray]:
-        """Bounds of y; infinite where axes are turned."""
-        if self.turn is not None:
-            return np.full(self.scale.size, -np.inf), np.full(self.scale.size, np.inf)
-        lower, upper = self.form.bounds
-        return self.y(lower[expert]), self.y(upper[expert])
+        """Bounds of y; infinite where axes are turned, and for the biases of vector scaling."""
+        lower, upper = (own[expert] / self.scale for own in self.form.bounds)
+        unbounded = slice(None) if self.turn is not None else slice(1, 2) if self._vector else slice(0)
+        lower[:, unbounded], upper[:, unbounded] = -np.inf, np.inf
+        return lower.ravel(), upper.ravel()
 
     def y(self, theta: FloatArray) -> FloatArray:
         """``(P,)`` of ``theta (K, L)``."""
-        return ((theta if self.turn is None else theta @ self.turn) / self.scale).ravel()
+        turned = theta.copy() if self.turn is None else theta @ self.turn
+        if self._vector:
+            turned[:, 1] += self.centre * turned[:, 0]
+        return (turned / self.scale).ravel()
 
 
 def solve_limited(problem: ExpertProblem, start: FloatArray, gain: float) -> Solution[FloatArray]:

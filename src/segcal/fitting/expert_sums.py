@@ -148,18 +148,21 @@ def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool)
 def diagonal(rows: Rows, theta: FloatArray, features: Features, turn: FloatArray | None = None) -> FloatArray:
     """The diagonal ``(K, L)`` of the curvature of one expert's sums at ``theta (K, L)``.
 
-    Given ``turn (L, L)``, that of the curvature by ``theta @ turn``.
+    Given ``turn (L, L)``, that of the curvature by ``theta @ turn``. For ``own-logit``, instead, moments ``(C, 3)`` of
+    each class's logit z: sums of 1, z and z^2, weighted by ``p (1 - p)``.
     """
-    total = np.zeros(theta.shape)
+    vector = features == "own-logit"
+    total = np.zeros((len(theta), 3) if vector else theta.shape)
     for start in range(0, len(rows.x), _ROWS):
         piece = slice(start, start + _ROWS)
         x, weight = rows.x[piece], rows.weight[piece, None]
-        vector = features == "own-logit"
         mapped = x[:, :-1] * theta[:, 0] + theta[:, 1] if vector else x @ theta.T
         q = np.abs(_pull_back(_softmax(mapped, rows, piece, features)[1], rows.winner[piece], features))
         q *= (1 - q) * weight
-        squares = np.square(x if turn is None else x @ turn)
-        total += np.stack(((q * squares[:, :-1]).sum(0), q.sum(0)), 1) if vector else q.T @ squares
+        if vector:
+            total += np.stack([(q * x[:, :-1] ** power).sum(0) for power in range(3)], 1)
+        else:
+            total += q.T @ np.square(x if turn is None else x @ turn)
     return total
 
 
