@@ -113,7 +113,7 @@ def test_a_thousand_classes_are_scaled_by_vectors():
 
 def thousand_classes():
     random = torch.Generator().manual_seed(0)
-    z = 3 * torch.randn(2, 1000, 12, 12, generator=random)
+    z = 3 * torch.randn(2, 1000, 8, 8, generator=random)
     return z, (z + torch.randn(z.shape, generator=random)).argmax(1)
 
 
@@ -123,14 +123,14 @@ def test_a_thousand_classes_are_fitted_and_labels_are_kept(name):
     calibrator = CALIBRATORS[name]().fit(z, y)
     assert calibrator.fit_report.nll_after <= calibrator.fit_report.nll_before
     mapped = calibrator(z)
-    assert torch.allclose(mapped.exp().sum(1), torch.ones(2, 12, 12), atol=1e-4)
+    assert torch.allclose(mapped.exp().sum(1), torch.ones(2, 8, 8), atol=1e-4)
     if calibrator.preserves:
         assert torch.equal(mapped.argmax(1), z.argmax(1))
 
 
 def test_all_metrics_of_a_thousand_classes():
     z, y = thousand_classes()
-    results = segcal.evaluate(tensors_as_cases(z, y, 255, None), metrics=tuple(segcal.METRICS))
+    results = segcal.evaluate(tensors_as_cases(z, y, -1, None), metrics=tuple(segcal.METRICS))
     expected = torch.nn.functional.cross_entropy(z.double(), y)
     assert results.value("nll") == pytest.approx(float(expected), rel=1e-5)
     assert 0 < results.value("ece") < 1
