@@ -13,6 +13,7 @@ from segcal.metrics import METRICS
 from segcal.regions import REGIONS
 from segcal.statistics import VoxelStatistics
 from segcal.study import Study, compare
+from segcal.study.forecast import Forecast, plan
 from segcal.study.tuning import tune
 from segcal.types import Case, Chunk, FitReport
 
@@ -28,6 +29,7 @@ __all__ = [
     "CheckReport",
     "Chunk",
     "FitReport",
+    "Forecast",
     "Results",
     "SegcalError",
     "Study",
@@ -42,6 +44,7 @@ __all__ = [
     "losses",
     "metrics",
     "open_cases",
+    "plan",
     "regions",
     "scores",
     "synthetic",

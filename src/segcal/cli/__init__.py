@@ -13,6 +13,7 @@ from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
+from segcal.cli.plan import plan_command
 from segcal.cli.ranks import in_ranks
 from segcal.cli.train import convert_command, train_command
 from segcal.errors import SegcalError
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
     "check": check_command,
+    "plan": plan_command,
     "evaluate": evaluate_command,
     "fit": fit_command,
     "apply": apply_command,

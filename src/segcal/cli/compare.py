@@ -26,6 +26,12 @@ from segcal.study import Study, compare
 from segcal.study.advice.choice import NEGLIGIBLE, Rows, by_method
 from segcal.study.settings import FLIPS, STUDY_METRICS, UNCALIBRATED, Preserve, Select, Tune
 
+Methods = Annotated[
+    str, Option(help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".")
+]
+Repeats = Annotated[
+    int | None, Option(min=1, help="Number of random splits: 3, or 1 if segcal.toml declares \\[splits].")
+]
 _METRICS = ",".join(STUDY_METRICS)
 # Metrics of the tables. Methods are sorted by the first, by which they are also chosen.
 _SHOWN = ("nll", "ece", "ba-ece")
@@ -39,14 +45,10 @@ def compare_command(
     output: Annotated[
         Path, Option("--output", "-o", help="Folder for the report: new or empty, unless --resume is given.")
     ] = Path("report"),
-    methods: Annotated[
-        str, Option(help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".")
-    ] = "trust,ts,lts-ti,cms-op",
+    methods: Methods = "trust,ts,lts-ti,cms-op",
     layout: Layout = None,
     labels: Labels = None,
-    repeats: Annotated[
-        int | None, Option(min=1, help="Number of random splits: 3, or 1 if segcal.toml declares \\[splits].")
-    ] = None,
+    repeats: Repeats = None,
     fractions: Annotated[str, Option(help="Shares of calibration, validation and test.")] = "0.5,0.2,0.3",
     tune: Annotated[
         Tune, Option(help="How to choose strengths: on validation cases (path), as published (paper), none.")
@@ -92,7 +94,7 @@ def compare_command(
     with study_progress() as step:
         study = compare(
             cases,
-            methods if methods in ("all", "decision-preserving") else split_names(methods, "--methods"),
+            method_names(methods),
             repeats,
             output=output,
             fractions=_fractions(fractions),
@@ -125,6 +127,11 @@ def compare_command(
         show_study(study, report)
     if all(method["status"] == "failed" for method in study.document["methods"][1:]):
         raise SegcalError("every method failed", where="--methods", fix="the reasons are in the notes above")
+
+
+def method_names(text: str) -> str | tuple[str, ...]:
+    """What ``--methods`` asks for."""
+    return text if text in ("all", "decision-preserving") else split_names(text, "--methods")
 
 
 def load_model(text: str) -> Callable[..., Any]:

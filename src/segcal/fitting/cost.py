@@ -91,9 +91,9 @@ def check_cost(name: str, num_classes: int, cost: FitCost | None, known: Mapping
     costs = {other: kind().cost(num_classes) for other, kind in known.items()}
     smaller = [other for other, own in costs.items() if own is None or own.memory <= budget]
     raise InputError(
-        f"'{name}' of {num_classes} classes needs about {_bytes(cost.memory)} for {cost.purpose}, and "
-        f"{_duration(cost.seconds)}",
-        expected=f"at most {_bytes(budget)}, {SHARE:.0%} of the memory that is free",
+        f"'{name}' of {num_classes} classes needs about {bytes_in_words(cost.memory)} for {cost.purpose}, and "
+        f"{seconds_in_words(cost.seconds)}",
+        expected=f"at most {bytes_in_words(budget)}, {SHARE:.0%} of the memory that is free",
         fix=f"take one of {', '.join(smaller)}, which fit, or merge classes",
     )
 
@@ -125,12 +125,14 @@ def _free_in_group() -> float | None:
     return max(limit - used, 0.0)
 
 
-def _bytes(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+def bytes_in_words(count: float) -> str:
+    """Such as ``1.5 GiB``."""
+    unit, size = next((unit for unit in (("GiB", 2**30), ("MiB", 2**20)) if count >= unit[1]), ("KiB", 2**10))
+    return f"{count / size:,.{int(unit == 'GiB')}f} {unit}"
 
 
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= size:
-            return f"{seconds / size:,.0f} {unit}" if seconds >= 2 * size else f"one {unit[:-1]}"
-    return f"{seconds:,.0f} seconds"
+def seconds_in_words(seconds: float) -> str:
+    """Such as ``3 hours``."""
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+    unit, size = next((unit for unit in units if seconds >= 2 * unit[1]), units[-1])
+    return f"{seconds / size:,.0f} {unit}"
