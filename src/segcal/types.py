@@ -154,6 +154,14 @@ class Case:
         return (self.source.batch, self.source.num_classes, *self.source.spatial)
 
     @property
+    def tensor_device(self) -> torch.device:
+        """The device that its tensors are on. A case that is a tensor is asked; before CUDA is used, none is there."""
+        if self.device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found: torch.device = self.rows("logits", slice(0, 1)).device
+            return found
+        return self.device or torch.device("cpu")
+
+    @property
     def spacing(self) -> tuple[float, ...] | None:
         """Voxel size along each spatial axis, or None if it is unknown."""
         return self.source.spacing

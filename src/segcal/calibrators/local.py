@@ -19,14 +19,14 @@ from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import hold_out
 from segcal.fitting.limits import BETA, Limits
 from segcal.fitting.measured import compared, mean_loss
-from segcal.kernels import fast_maps
+from segcal.kernels import cuda_kernels, fast_maps
 from segcal.scores import DEPTH, at_least_float32, keep_argmax
-from segcal.types import Case, row_slices
+from segcal.types import Case, moved, row_slices
 
 __all__ = ["ImageTemperatureScaling", "LocalTemperatureScaling", "TranslationInvariantLocalTemperature"]
 
-# Scores in a tile: small enough for the cache, large enough that the halo costs little.
-TILE_VALUES = 2**19
+# Scores in a tile: small enough for the cache, large enough that the halo costs little. A GPU has no such cache.
+TILE_VALUES, _DEVICE_TILE_VALUES = 2**19, 2**25
 
 # Reads the logits and the image of some rows.
 Reader = Callable[[slice], tuple[Tensor, Tensor | None]]
@@ -167,27 +167,31 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
         def read(rows: slice) -> tuple[Tensor, Tensor | None]:
             return logits[:, :, rows], None if image is None else image[:, :, rows]
 
-        for _, z, t in self._tiles(tuple(logits.shape), read):
+        for _, z, t in self._tiles(tuple(logits.shape), read, logits.device):
             yield z, t
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         # Only some rows and their halo are in memory.
 
         def read(rows: slice) -> tuple[Tensor, Tensor | None]:
-            return case.rows("logits", rows), case.source.image(rows) if self.image_channels else None
+            return case.rows("logits", rows), moved(
+                case.source.image(rows), case.device
+            ) if self.image_channels else None
 
         if not case.source.sliceable:
             case.load()
         with naming(case=case.id):
-            for rows, logits, temperatures in self._tiles(case.shape, read):
+            for rows, logits, temperatures in self._tiles(case.shape, read, case.tensor_device):
                 yield rows, _scaled(logits, temperatures)
 
-    def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _tiles(
+        self, shape: tuple[int, ...], read: Reader, device: torch.device
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, their logits and their temperatures ``(N, 1, rows, ...)``."""
         (batch, _, *spatial), axes = shape, self.network.kernel_axes
         columns = [(0, length) for length in spatial[1:]]
         local_network.check_space(tuple(spatial), axes)
-        for rows in row_slices(shape, TILE_VALUES):
+        for rows in _row_slices(shape, device):
             window = local_network.Window(((rows.start, rows.stop), *columns), tuple(spatial), axes)
             source, image = read(window.source)
             exact, padded_image = at_least_float32(source), None
@@ -256,11 +260,13 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
         self.inputs = inputs
         self.translation_invariant = inputs == "log-probs"
 
-    def _tiles(self, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        local = super()._tiles(shape, read)
+    def _tiles(
+        self, shape: tuple[int, ...], read: Reader, device: torch.device
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        local = super()._tiles(shape, read, device)
         tiles = [temperatures.flatten(1) for _, _, temperatures in local]
         means = torch.cat(tiles, 1).double().mean(1).to(tiles[0])
-        for rows in row_slices(shape, TILE_VALUES):
+        for rows in _row_slices(shape, device):
             logits, _ = read(rows)
             yield rows, logits, means.view(-1, *[1] * (logits.ndim - 1)).expand(-1, 1, *logits.shape[2:])
 
@@ -268,6 +274,10 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
         temperatures = super()._point_temperature(logits)
         own = temperatures.double().flatten(1).mean(1).to(temperatures)
         return own.view(-1, *[1] * (logits.ndim - 1)).expand_as(temperatures)
+
+
+def _row_slices(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
+    return row_slices(shape, _DEVICE_TILE_VALUES if device.type == "cuda" else TILE_VALUES)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -283,7 +293,7 @@ def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     gaps.masked_fill_(gaps < -DEPTH, -torch.inf)
     # No gap becomes so small that it vanishes.
     scaled = torch.minimum(gaps / temperatures, gaps.clamp(min=-torch.finfo(gaps.dtype).tiny))
-    kernels = fast_maps(scaled)
+    kernels = fast_maps(scaled) or cuda_kernels(scaled)
     if kernels is not None and logits.dtype == scaled.dtype:
         log_probs: Tensor = kernels.apply_temperature(scaled, 1.0)
         return log_probs

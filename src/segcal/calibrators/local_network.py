@@ -9,13 +9,16 @@ holds exactly the values that the whole padded image has there.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segcal.errors import InputError
+from segcal.kernels import recording
 from segcal.scores import OFFSET_LIMIT
 
 Neighbourhood = Literal["plane", "volume"]
@@ -123,7 +126,15 @@ class TemperatureTree(nn.Module):
         weight, bias = (self.get_parameter(prefix + name).to(x) for name in ("weight", "bias"))
         mean, scale = (self.get_buffer(prefix + name).to(x).view(column) for name in ("mean", "scale"))
         x = (x - mean).nan_to_num_(0.0)
-        return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight / scale, bias, dilation=DILATION)
+        with exact_convolutions(x.device):
+            return (F.conv2d if x.ndim == 4 else F.conv3d)(x, weight / scale, bias, dilation=DILATION)
+
+
+def exact_convolutions(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU, convolutions in full float32 (cuDNN's default rounds to 10 bits) that give the same bits every time."""
+    if device.type != "cuda" or recording():
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 
 
 def _factor(branches: Tensor, leaf: Tensor | None = None) -> Tensor:
@@ -169,6 +180,12 @@ def mirrored(start: int, stop: int, size: int) -> list[int]:
     return [min(place % period, -place % period) for place in range(start, stop)]
 
 
+@lru_cache(maxsize=256)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Positions as a tensor; windows of images of one size share them, and a GPU need not wait for them again."""
+    return torch.tensor(places, device=device)
+
+
 class Window(NamedTuple):
     """A box of voxels, one ``(start, stop)`` per spatial axis, and its padding."""
 
@@ -202,7 +219,7 @@ class Window(NamedTuple):
         tensor = tensor.movedim(1, -1).contiguous()
         for axis, places in enumerate(([row - first for row in rows], *others), start=1):
             if places != list(range(tensor.shape[axis])):
-                tensor = tensor.index_select(axis, torch.tensor(places, device=tensor.device))
+                tensor = tensor.index_select(axis, _index(tuple(places), tensor.device))
         if len(self.size) > self.axes:
             tensor = tensor.flatten(0, 1)
         return tensor.movedim(-1, 1)

@@ -133,7 +133,7 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         before = mean_loss(data.cases)
         notes = self._fit_base(data)
         samples = held_out_samples(data, _VOXELS, self.base)
-        sample, held_out = samples.train, samples.held_out
+        sample, held_out, device = samples.train, samples.held_out, samples.device
         notes += samples.notes
         if data.voxels == "all" and len(sample) < sample.total:
             notes.append(f"voxels = 'all' is for the base: the selector is trained on {len(sample):,} voxels")
@@ -141,11 +141,12 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         if missing := missing_kind(sample.wrong):
             notes.append(f"no {missing} among the calibration voxels: no selector can be trained, T1 = 1")
         else:
-            training = self._train(sample, held_out, data.seed)
-            best = self._choose(held_out)
+            training = self._train(sample, held_out, device, data.seed)
+            best = self._choose(held_out, device)
             beta, converged, certificate, steps = best.value, best.converged, best.certificate, training.iterations
             epochs = len(training.history) - 1
-            notes.append(f"selector of epoch {training.best} of {epochs} kept; {self.detection}")
+            where = "" if device.type == "cpu" else f"trained on {device}, "
+            notes.append(f"selector of epoch {training.best} of {epochs} kept; {where}{self.detection}")
             (kept, false), _ = self.counts.tolist()
             if false > kept:
                 hint = "" if self.base else ", which base='ts' would find first"
@@ -154,15 +155,15 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         after = self._measure(data, before.nll, beta, notes)
         return Fitted(before.nll, after, converged, certificate, steps, samples.voxels, notes)
 
-    def _train(self, sample: VoxelSample, held_out: VoxelSample, seed: int) -> Training:
+    def _train(self, sample: VoxelSample, held_out: VoxelSample, device: torch.device, seed: int) -> Training:
         """Train a selector, and store it with batch norm folded into the linear maps."""
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
-            network = _network(sample.logits.shape[1])
-        own, other = (_selection_loss(network, part) for part in (sample, held_out))
+            network = _network(sample.logits.shape[1]).to(device)
+        own, other = (_selection_loss(network, part, device) for part in (sample, held_out))
 
         def batches(generator: torch.Generator) -> Iterator[Tensor]:
-            order = torch.randperm(len(sample), generator=generator)
+            order = torch.randperm(len(sample), generator=generator).to(device)
             # Batches of equal size: a last one of a single voxel would have no variance for batch norm.
             return iter(order.tensor_split(max(1, min(_STEPS, len(sample) // _SMALLEST_BATCH))))
 
@@ -183,15 +184,16 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
                 kept.copy_(new.detach())
         return training
 
-    def _choose(self, held_out: VoxelSample) -> Solution[float]:
+    def _choose(self, held_out: VoxelSample, device: torch.device) -> Solution[float]:
         """Set T1 and, by the NLL rule, the threshold; returns the 1 / T1 that the NLL rule would choose.
 
         T1 is exact, as the NLL is convex in 1 / T1; thresholds are quantiles.
         """
-        suspicion = self.suspicion(held_out.logits.log_softmax(1))
-        everything, thresholds = SampleNLL.of(held_out), [0.0]
+        suspicion = self.suspicion(held_out.logits.to(device).log_softmax(1))
+        everything, thresholds = SampleNLL.of(held_out, device), [0.0]
         if self.rule == "nll":
-            thresholds = suspicion.quantile(torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype)).tolist()
+            shares = torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype, device=device)
+            thresholds = suspicion.quantile(shares).tolist()
         tried = []
         for threshold in thresholds:
             function = everything.where(suspicion > threshold)
@@ -200,7 +202,7 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         _, threshold, best = max(tried, key=lambda own: own[0])  # of the largest gain
         _, bias = self._layers()[-1]
         bias[0] += threshold
-        self.counts = detection_counts(held_out.wrong, suspicion > threshold, held_out.weights)
+        self.counts = detection_counts(held_out.wrong, (suspicion > threshold).cpu(), held_out.weights)
         paper = self.rule == "paper" and bool(held_out.wrong.any())
         self.beta.fill_(1 / paper_temperature(self.detection.recall) if paper else best.value)
         return best
@@ -228,12 +230,15 @@ def paper_temperature(recall: float) -> float:
     return float(_SMALL_T * (_LARGE_T / _SMALL_T) ** share)
 
 
-def _selection_loss(network: nn.Module, sample: VoxelSample) -> Callable[[Tensor | slice], Tensor]:
+def _selection_loss(
+    network: nn.Module, sample: VoxelSample, device: torch.device
+) -> Callable[[Tensor | slice], Tensor]:
     """The cross-entropy of a selector on some voxels; wrong and correct ones have the same total weight."""
     wrong, weights = sample.wrong.long(), torch.from_numpy(sample.weights)
     totals = torch.zeros(2, dtype=weights.dtype).index_add_(0, wrong, weights)
     balanced = (weights / totals[wrong] * len(sample) / 2).float()
     inputs = sample.logits.log_softmax(1).clamp(min=_LOWEST_INPUT).float()
+    inputs, wrong, balanced = (own.to(device) for own in (inputs, wrong, balanced))
 
     def loss(index: Tensor | slice) -> Tensor:
         losses = nn.functional.cross_entropy(network(inputs[index]), wrong[index], reduction="none")

@@ -116,11 +116,13 @@ class SampleNLL:
     weights: Tensor
 
     @classmethod
-    def of(cls, sample: VoxelSample) -> SampleNLL:
-        """Of all voxels of a sample."""
-        z = sample.logits.double()
-        gaps = z - z.amax(1, keepdim=True)
-        return cls(gaps, gaps.gather(1, sample.labels[:, None])[:, 0], torch.from_numpy(sample.weights / sample.total))
+    def of(cls, sample: VoxelSample, device: torch.device | None = None) -> SampleNLL:
+        """Of all voxels of a sample, on its device or another one."""
+        z = sample.logits.to(device).double()
+        gaps, labels = z - z.amax(1, keepdim=True), sample.labels.to(z.device)
+        return cls(
+            gaps, gaps.gather(1, labels[:, None])[:, 0], torch.from_numpy(sample.weights / sample.total).to(gaps)
+        )
 
     def where(self, flagged: Tensor) -> SampleNLL:
         """Of those voxels that are ``flagged (n,)``."""
@@ -131,12 +133,12 @@ class SampleNLL:
         scaled = beta * self.gaps
         slope, variance = slope_and_variance(scaled.softmax(1), self.gaps, self.label_gap, 1)
         terms = scaled.logsumexp(1) - beta * self.label_gap, slope, variance
-        value, first, second = (float(self.weights @ term) for term in terms)
+        value, first, second = torch.stack([self.weights @ term for term in terms]).tolist()
         return value, first, second
 
 
 class Samples(NamedTuple):
-    """A sample to train on, a sample to validate on, and notes for the user.
+    """A sample to train on, a sample to validate on, notes for the user, and the device that the data are on.
 
     ``whole`` are the samples that stand for all the fit data, with the validation sample if it was taken from them.
     """
@@ -145,6 +147,7 @@ class Samples(NamedTuple):
     held_out: VoxelSample
     whole: list[VoxelSample]
     notes: list[str]
+    device: torch.device
 
     @property
     def voxels(self) -> int:
@@ -175,18 +178,20 @@ def hold_out(data: FitData) -> tuple[FitData, list[str]]:
 def held_out_samples(data: FitData, voxels: int, base: AnyCalibrator = None) -> Samples:
     """Samples of at most ``voxels`` voxels each, mapped by the base if there is one."""
     parts, notes = hold_out(data)
-    sample = FirstPass.over(parts.cases, voxels, data.seed, base).sample
+    first = FirstPass.over(parts.cases, voxels, data.seed, base)
+    sample, device = first.sample, first.device
     if parts.validation is not None:
         held_out = FirstPass.over(parts.validation, voxels, data.seed, base).sample
         whole = [sample] if data.validation is not None else [sample, held_out]
-        return Samples(sample, held_out, whole, notes)
+        return Samples(sample, held_out, whole, notes, device)
     if len(sample) < 2:
-        return Samples(sample, sample, [sample], ["there is one case with one voxel: validated on the training data"])
+        note = "there is one case with one voxel: validated on the training data"
+        return Samples(sample, sample, [sample], [note], device)
     order = np.random.default_rng(data.seed).permutation(len(sample))
     count = max(1, round(_HELD_OUT * len(sample)))
     others, chosen = (sample.take(np.sort(part)) for part in (order[count:], order[:count]))
     note = "there is one case: a fifth of its voxels were held out for validation, in between those trained on"
-    return Samples(others, chosen, [sample], [note])
+    return Samples(others, chosen, [sample], [note], device)
 
 
 def _split(cases: CaseSet, seed: int) -> Split:

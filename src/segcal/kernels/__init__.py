@@ -4,7 +4,16 @@
 Tests check that they agree to 1e-6 relative on every statistic.
 """
 
-from segcal.kernels.dispatch import BACKENDS, Backend, cuda_kernels, fast_maps, fast_penalties, recording, tally
+from segcal.kernels.dispatch import (
+    BACKENDS,
+    Backend,
+    cuda_kernels,
+    fast_maps,
+    fast_penalties,
+    recording,
+    tally,
+    trust_maps,
+)
 from segcal.kernels.experts import ExpertMap, Features
 from segcal.kernels.grid import FINE_BINS, BinGrid
 from segcal.kernels.tally import Tally
@@ -12,5 +21,5 @@ from segcal.kernels.voxels import AffineMap, Voxels
 
 __all__ = [
     "BACKENDS", "FINE_BINS", "AffineMap", "Backend", "BinGrid", "ExpertMap", "Features", "Tally", "Voxels",
-    "cuda_kernels", "fast_maps", "fast_penalties", "recording", "tally",
+    "cuda_kernels", "fast_maps", "fast_penalties", "recording", "tally", "trust_maps",
 ]  # fmt: skip

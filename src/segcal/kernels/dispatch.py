@@ -69,6 +69,18 @@ def cuda_kernels(logits: Tensor) -> ModuleType | None:
     return _compiled("cuda") if suits else None
 
 
+def trust_maps(values: Tensor, size: int | None = None) -> ModuleType | None:
+    """``segcal.kernels.trust_cpu`` or ``cuda_trust``, whichever suits these float32 values; None if neither does.
+
+    ``size`` is as in ``fast_maps``.
+    """
+    if values.dtype != torch.float32:
+        return None
+    if fast_maps(values, size) is not None:
+        return _compiled("trust_cpu")
+    return None if cuda_kernels(values) is None else _compiled("cuda_trust")
+
+
 def fast_penalties(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.penalty_cpu`` if it suits these logits: many, float32, contiguous, on the CPU."""
     suits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()

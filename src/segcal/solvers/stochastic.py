@@ -6,12 +6,13 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from segcal.errors import InputError
+from segcal.solvers.recorded import RecordedStep, recordable
 from segcal.solvers.solution import refuse_start
 
 Batch = TypeVar("Batch")
@@ -78,11 +79,12 @@ def adam(
     learning rate halves after every ``patience // 4`` epochs in a row without one, and training ends after ``patience``
     such epochs. Batches whose loss or gradient is not finite are skipped. The same seed gives the same bits on the same
     machine: it seeds the generator given to ``batches`` and torch's own generators, whose states are restored
-    afterwards.
+    afterwards. On a CUDA device a step is recorded and repeated, so the loss must not wait for the device; its values
+    are read once an epoch.
 
     Args:
-        module: What is trained: all its parameters that require a gradient. It is in training mode for the batches and
-            in evaluation mode for validation.
+        module: What is trained: all its parameters that require a gradient, on one device. It is in training mode for
+            the batches and in evaluation mode for validation.
         loss: The differentiable mean loss of a batch.
         batches: Called at every epoch with the generator that is to shuffle them.
         validation: The objective to be lowered, without gradients; NaN counts as infinite.
@@ -107,26 +109,37 @@ def adam(
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise InputError("the module has no parameters that require a gradient", expected="at least one")
-    optimiser = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+    device = parameters[0].device
+    on_device = device.type == "cuda"
+    # what a recorded step reads must lie on the device, the learning rate too
+    rate: Any = torch.tensor(learning_rate, device=device) if on_device else learning_rate
+    optimiser: Any = torch.optim.AdamW(
+        parameters, lr=rate, weight_decay=weight_decay, fused=on_device, capturable=on_device
+    )
+
+    def step(batch: Batch) -> Tensor:
+        """The loss of a batch; NaN if it led to no step."""
+        optimiser.zero_grad()
+        value = loss(batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(parameters, clip)
+        finite = torch.isfinite(value.detach()) & torch.isfinite(norm)
+        if on_device:
+            optimiser.found_inf = (~finite).float()  # the optimiser reads there whether to change nothing
+        if on_device or finite:
+            optimiser.step()
+        return torch.where(finite, value.detach(), torch.nan)
+
+    taken = RecordedStep(step) if on_device else step
 
     def train(batches: Iterable[Batch]) -> tuple[list[float], int]:
         """The losses of the batches that led to a step, and how many were skipped."""
         module.train()
-        losses: list[float] = []
-        skipped = 0
-        for batch in batches:
-            optimiser.zero_grad()
-            value = loss(batch)
-            value.backward()  # type: ignore[no-untyped-call]
-            norm = nn.utils.clip_grad_norm_(parameters, clip)
-            if math.isfinite(value.item()) and math.isfinite(norm.item()):
-                optimiser.step()
-                losses.append(value.item())
-            else:
-                skipped += 1
-        if not losses and not skipped:
+        losses = [taken(batch) for batch in batches]
+        if not losses:
             raise InputError("batches gave nothing in an epoch", expected="at least one batch")
-        return losses, skipped
+        values = [value for value in torch.stack(losses).tolist() if not math.isnan(value)]
+        return values, len(losses) - len(values)
 
     def validate() -> float:
         module.eval()
@@ -134,9 +147,8 @@ def adam(
             value = float(validation())
         return value if math.isfinite(value) else math.inf
 
-    devices = sorted({parameter.device.index for parameter in parameters if parameter.device.type == "cuda"})
     was_training = module.training
-    with torch.random.fork_rng(devices):
+    with recordable(device), torch.random.fork_rng([device.index] if on_device else []):
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         reference = validate()
@@ -157,7 +169,10 @@ def adam(
                 reference, stale = (value, 0) if improved else (reference, stale + 1)
                 if stale and stale % max(1, patience // 4) == 0:
                     learning_rate /= 2
-                    optimiser.param_groups[0]["lr"] = learning_rate
+                    if on_device:
+                        rate.fill_(learning_rate)
+                    else:
+                        optimiser.param_groups[0]["lr"] = learning_rate
         finally:  # also when interrupted: the best state so far, never a half-trained one
             module.load_state_dict(state)
             module.train(was_training)

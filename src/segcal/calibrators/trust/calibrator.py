@@ -16,14 +16,14 @@ from segcal.calibrators.trust.levelling import BELOW, level
 from segcal.calibrators.trust.losers import LIMITS, TEMPERATURE_LIMITS, columns, explain, fit_losers, loser_scores
 from segcal.calibrators.trust.network import SMALLEST_SCALE, TrustNetwork, held_out_loss, network_shapes, train
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
-from segcal.calibrators.trust.tiles import Images, Tile, images_at_once, tiles
+from segcal.calibrators.trust.tiles import Images, Tile, by_class, images_at_once, tiles
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, naming
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.limits import BETA, COUNT, SHARE, Limits
 from segcal.fitting.measured import compared
-from segcal.kernels import fast_maps, recording
+from segcal.kernels import recording, trust_maps
 from segcal.kernels.grid import LIMIT
 from segcal.scores import at_least_float32, keep_argmax, pool
 from segcal.types import Case, Kind
@@ -167,7 +167,8 @@ class TrustCalibration(Calibrator):
 
     def _fit_network(self, cases: CaseSet, seen: trust_fit.Survey, folds: dict[str, int], seed: int) -> list[str]:
         """Train the networks and choose w; returns notes."""
-        notes = []
+        device = seen.sample.features.device
+        notes = [] if device.type == "cpu" else [f"trained on {device}"]
         sample = seen.sample._replace(offset=apply_rising(self.first, seen.sample.offset))
         if cases.num_members is not None:
             without = sample._replace(features=sample.features[:, :-1])
@@ -201,12 +202,11 @@ class TrustCalibration(Calibrator):
     def _odds(self, tile: Tile, judged: Tensor) -> Tensor:
         """Log-odds of the winner ``(N, rows, ...)``."""
         features = tile.features
-        if features.dtype == torch.float32 and fast_maps(features) is not None:
-            from segcal.kernels import trust_cpu
-
+        if (kernels := trust_maps(features)) is not None:
             share = float(self.share)
             correction = self.network.correction(features, tile.winner) if share else None
-            return trust_cpu.odds(features[:, 0], correction, (self.first, self.second), share, judged)
+            found: Tensor = kernels.odds(features[:, 0], correction, (self.first, self.second), share, judged)
+            return found
         plain = log_odds(features)
         correction = self.network.correction(features, tile.winner).to(plain)
         corrected = apply_rising(self.first, plain) + self.share.to(plain) * correction
@@ -227,11 +227,9 @@ class TrustCalibration(Calibrator):
         """Log-probabilities ``(N, C, rows, ...)`` in float32 or float64, and where they were levelled."""
         judged, exact = self._known(tile), at_least_float32(tile.logits)
         odds, scores = self._odds(tile, judged), self._loser_scores(exact, tile.winner, judged)
-        if fast_maps(exact) is None:
+        if (kernels := trust_maps(scores)) is None:
             return level(odds, scores, tile.winner)
-        from segcal.kernels import trust_cpu
-
-        return scores, trust_cpu.level(scores, odds, tile.winner, BELOW)
+        return scores, kernels.level(scores, odds, tile.winner, BELOW)
 
     @torch.no_grad()
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
@@ -248,20 +246,21 @@ class TrustCalibration(Calibrator):
         flat = logits.ndim == 2
         whole, *others = (z.unsqueeze(-1) if flat else z for z in (logits, *members))
         # as many images at once as fit a tile, for tiles of rows need a halo
-        batches = zip(*(torch.split(z, images_at_once(z.shape)) for z in (whole, *others)), strict=True)
+        count = images_at_once(whole.shape, whole.device)
+        batches = zip(*(torch.split(z, count) for z in (whole, *others)), strict=True)
         parts = [self._of_batch(own, others) for own, *others in batches]
         result = torch.cat(parts) if len(parts) > 1 else parts[0]
         return result.squeeze(-1) if flat else result
 
     def _of_batch(self, logits: Tensor, members: Sequence[Tensor]) -> Tensor:
         rows_of_members = (lambda rows: [z[:, :, rows] for z in members]) if members else None
-        images = Images(tuple(logits.shape), lambda rows: logits[:, :, rows], rows_of_members)
+        images = Images(tuple(logits.shape), logits.device, lambda rows: logits[:, :, rows], rows_of_members)
         parts = [self._finish(tile) for tile in tiles(images, self.beta)]
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _finish(self, tile: Tile) -> Tensor:
         log_probs, dtype = self._level(tile)[0], tile.logits.dtype
-        if log_probs.dtype == dtype and fast_maps(log_probs) is not None:
+        if log_probs.dtype == dtype and trust_maps(log_probs) is not None:
             return log_probs  # the compiled loop leaves the winner strictly the largest
         return keep_argmax(log_probs.to(dtype), tile.winner)
 
@@ -287,7 +286,7 @@ def _level_sums(cases: CaseSet, calibrator: TrustCalibration) -> tuple[float, in
     nll, count, levelled = 0.0, 0, 0
     for case, tile, seen in trust_fit.tiles_of(cases, calibrator.beta):
         log_probs, moved = calibrator._level(tile)
-        nll -= float(log_probs[0].flatten(1)[seen.labels, seen.where].double().sum())
+        nll -= float(by_class(log_probs)[seen.labels, seen.where].double().sum())
         count += len(seen.where)
         levelled += int(moved.flatten()[seen.where].sum())
         del case

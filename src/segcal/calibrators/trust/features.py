@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from segcal.kernels import fast_maps, recording
+from segcal.kernels import recording, trust_maps
 from segcal.regions.boundary import label_boundary
 from segcal.scores import at_least_float32, log_probabilities, only_possible
 
@@ -96,10 +96,8 @@ def voxel_maps(logits: Tensor, beta: Tensor, size: int | None = None) -> VoxelMa
 
 
 def _voxel_maps(exact: Tensor, beta: Tensor, size: int | None) -> VoxelMaps:
-    if fast_maps(exact, size) is not None:
-        from segcal.kernels import trust_cpu
-
-        winner, point, rounded, *over_image = trust_cpu.describe(exact, float(beta), _LOWEST, _WIDEST, _UNIT)
+    if (kernels := trust_maps(exact, size)) is not None:
+        winner, point, rounded, *over_image = kernels.describe(exact, float(beta), _LOWEST, _WIDEST, _UNIT)
         return VoxelMaps(winner, point, rounded, ImageTotals(*over_image))
     winner, point = _point(only_possible(exact), beta)
     units, flat = (point.double() * _UNIT).round().long(), winner.flatten(1)
@@ -159,10 +157,9 @@ def features(maps: VoxelMaps, totals: ImageTotals, size: int | None = None) -> T
         around = torch.cat((one, alone), 1)
         return torch.cat((like, far, *[around] * len(WINDOWS), around), 1)
     share, means = totals.predicted / totals.predicted.sum(1, keepdim=True), totals.means()[:, [1, 0]]
-    if fast_maps(like, size) is not None:
-        from segcal.kernels import trust_cpu
-
-        return trust_cpu.features(like, winner, maps.rounded, (share, means), WINDOWS, _UNIT, REACH)
+    if (kernels := trust_maps(like, size)) is not None:
+        found: Tensor = kernels.features(like, winner, maps.rounded, (share, means), WINDOWS, _UNIT, REACH)
+        return found
     planes = winner.reshape(-1, *winner.shape[-2:])
     sums = maps.rounded[:, [1, 0]].movedim(1, -3).reshape(-1, 2, *winner.shape[-2:])
     around = _around(planes, sums, totals.predicted.shape[1]).to(like.dtype)

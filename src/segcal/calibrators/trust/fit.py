@@ -14,7 +14,7 @@ from segcal.calibrators.trust.features import log_odds
 from segcal.calibrators.trust.losers import WrongVoxels
 from segcal.calibrators.trust.network import Sample, TrustNetwork
 from segcal.calibrators.trust.rising import OddsHistogram, apply_rising
-from segcal.calibrators.trust.tiles import Images, Tile, tiles
+from segcal.calibrators.trust.tiles import Images, Tile, by_class, tiles
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, naming
@@ -135,18 +135,19 @@ def _survey(cases: CaseSet, beta: Tensor, folds: dict[str, int] | None, seed: in
         summaries[case.id] = tile.summary
         if not len(seen.where):
             continue
-        right, part = seen.right, tile.winner.numel() / np.prod(case.shape[2:]) / count
+        right, part = seen.right, tile.winner.numel() / np.prod((case.shape[0], *case.shape[2:])) / count
         odds.add(seen.log_odds, right)
         fold = 0 if folds is None else folds[case.id]
         chosen, weights = _draw(seen.log_odds, _TRAINED * part, random)
         samples.setdefault(case.id, []).append((
-            tile.features[0].flatten(1)[:, seen.where[chosen]].T.float(), seen.winner[chosen],
+            by_class(tile.features)[:, seen.where[chosen]].T.float(), seen.winner[chosen],
             seen.log_odds[chosen].float(), right[chosen].float(), weights, torch.full_like(chosen, fold),
         ))  # fmt: skip
         mistaken = (~right).nonzero().squeeze(1)
-        kept = mistaken[torch.from_numpy(random.permutation(len(mistaken))[: int(most_wrong * part) + 1])]
+        order = torch.from_numpy(random.permutation(len(mistaken))[: int(most_wrong * part) + 1])
+        kept = mistaken[order.to(mistaken.device)]
         wrong.setdefault(case.id, []).append((
-            float(beta) * tile.logits[0].flatten(1)[:, seen.where[kept]].T.float().cpu(), seen.labels[kept].cpu(),
+            float(beta) * by_class(tile.logits)[:, seen.where[kept]].T.float(), seen.labels[kept],
             torch.full((len(kept),), fold), torch.full((len(kept),), len(mistaken) / max(1, len(kept))).double(),
         ))  # fmt: skip
         voxels, mistakes = voxels + len(right), mistakes + len(mistaken)
@@ -202,9 +203,8 @@ def _bins_of_shares(
     """The NLL of every w, and the bins of every case."""
     nll, tables = np.zeros(len(SHARES)), {name: np.zeros((len(SHARES), 3, _BINS)) for name in cases.ids}
     for case, tile, seen in tiles_of(cases, beta):
-        right = seen.right.cpu()
         for place, odds in enumerate(_mixtures(tile, seen, first, network, folds[case.id])):
-            loss, table = _binned(apply_rising(maps[place], odds.cpu()), right)
+            loss, table = _binned(apply_rising(maps[place], odds), seen.right)
             nll[place] += loss
             tables[case.id][place] += table
     return nll, tables
@@ -222,8 +222,11 @@ def _binned(log_odds: Tensor, right: Tensor) -> tuple[float, NDArray[np.float64]
     signed = torch.where(right, log_odds, -log_odds).double()
     q = torch.sigmoid(log_odds.double())
     bins = (torch.ceil(q * _BINS).long() - 1).clamp(0, _BINS - 1)
-    columns = (torch.bincount(bins, own.double(), _BINS).numpy() for own in (torch.ones_like(q), q, right))
-    return -float(torch.nn.functional.logsigmoid(signed).sum()), np.stack(list(columns))
+    nll, columns = -float(torch.nn.functional.logsigmoid(signed).sum()), (torch.ones_like(q), q, right.double())
+    if q.is_cuda:  # where a histogram of real numbers would be summed in any order
+        one_hot = torch.nn.functional.one_hot(bins, _BINS).double()
+        return nll, (torch.stack(columns) @ one_hot).cpu().numpy()
+    return nll, np.stack([torch.bincount(bins, own, _BINS).numpy() for own in columns])
 
 
 def _chosen(nll: FloatArray, tables: FloatArray, maps: list[Tensor]) -> tuple[Choice, list[Choice]]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segcal.fitting.expert_device import DeviceRows, device_sums
 from segcal.fitting.expert_sums import Rows, expert_sums
 from segcal.fitting.limits import Limits
-from segcal.kernels import ExpertMap, fast_maps
+from segcal.kernels import ExpertMap, cuda_kernels, fast_maps
 from segcal.scores import DEPTH, only_possible
 from segcal.solvers import Newton, minimise, newton_1d
 from segcal.types import FloatArray
@@ -67,7 +68,7 @@ def loser_scores(logits: Tensor, winner: Tensor, temperature: Tensor, change: Te
         return gaps - change[:, :, 0].to(gaps)[winner].movedim(-1, 1) if change.shape[2] else gaps
     eye = torch.eye(change.shape[1], dtype=change.dtype, device=change.device)
     mapping = ExpertMap("margins", change[:, :, :-1] + temperature * eye, change[:, :, -1])
-    kernels = fast_maps(logits)
+    kernels = fast_maps(logits) or cuda_kernels(logits)
     if kernels is None:
         return mapping(only_possible(logits))
     found: Tensor = kernels.apply_experts(logits, mapping, keep=False)
@@ -88,7 +89,7 @@ class WrongVoxels:
 
     def where(self, chosen: NDArray[np.bool_]) -> WrongVoxels:
         """Some of them."""
-        index = torch.from_numpy(chosen)
+        index = torch.from_numpy(chosen).to(self.labels.device)
         return WrongVoxels(self.logits[index], self.labels[index], self.folds[chosen], self.weights[chosen])
 
 
@@ -112,13 +113,20 @@ class _Problem(ABC):
     """The mean NLL of wrong voxels as a function of A and B, or of B alone; winners are independent."""
 
     def __init__(self, voxels: WrongVoxels, temperature: float) -> None:
-        self.rows = Rows.of(voxels.logits, voxels.labels, voxels.weights, "margins", voxels.logits.shape[1])
         self.classes = voxels.logits.shape[1]
-        won = self.rows.winner[:, None] == np.arange(self.classes)
-        self.rows = self.rows._replace(impossible=won if self.rows.impossible is None else self.rows.impossible | won)
+        rows: Any = self._rows(voxels)
+        each: Any = np.arange(self.classes)
+        if isinstance(rows, DeviceRows):
+            each = torch.from_numpy(each).to(rows.winner)
+        won = rows.winner[:, None] == each
+        self.rows: Any = rows._replace(impossible=won if rows.impossible is None else rows.impossible | won)
         self.temperature, self.total = temperature, float(voxels.weights.sum())
         self.shape = (self.classes, self.classes, columns(self.classes))
         self.blocks = list(np.arange(np.prod(self.shape)).reshape(self.classes, -1))
+
+    def _rows(self, voxels: WrongVoxels) -> Rows | DeviceRows:
+        """The voxels as the experts see them, where their sums are made."""
+        return Rows.of(voxels.logits.cpu(), voxels.labels.cpu(), voxels.weights, "margins", self.classes)
 
     @abstractmethod
     def sums(self, change: FloatArray, *, curvature: bool) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
@@ -145,11 +153,21 @@ class _Problem(ABC):
 
 
 class _Matrices(_Problem):
-    """A and B of every winner."""
+    """A and B of every winner; on the device of the voxels."""
+
+    def _rows(self, voxels: WrongVoxels) -> Rows | DeviceRows:
+        device = voxels.logits.device
+        if device.type == "cpu":
+            return super()._rows(voxels)
+        weights = torch.from_numpy(voxels.weights).to(device)
+        return DeviceRows.of(voxels.logits, voxels.labels, weights, "margins", self.classes)
 
     def sums(self, change: FloatArray, *, curvature: bool) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
         theta = change + self.temperature * np.eye(*self.shape[1:])
-        found = expert_sums(self.rows, theta, "margins", curvature=curvature, threads=torch.get_num_threads())
+        if isinstance(self.rows, DeviceRows):
+            found = device_sums(self.rows, theta, "margins", curvature=curvature)
+        else:
+            found = expert_sums(self.rows, theta, "margins", curvature=curvature, threads=torch.get_num_threads())
         return found.nll, found.gradient.reshape(self.classes, -1), list(found.curvature)
 
 
@@ -185,7 +203,7 @@ def fit_temperature(voxels: WrongVoxels) -> float:
     """b: the factor of all margins under which the wrong voxels are most likely."""
     gaps = _gaps(voxels)
     label = gaps.gather(1, voxels.labels[:, None])[:, 0]
-    weights = torch.from_numpy(voxels.weights / voxels.weights.sum())
+    weights = torch.from_numpy(voxels.weights / voxels.weights.sum()).to(gaps)
 
     def nll(b: float) -> tuple[float, float, float]:
         scaled = b * gaps
@@ -226,7 +244,7 @@ def _problem(voxels: WrongVoxels, temperature: float) -> _Problem:
 def _log_r(voxels: WrongVoxels, temperature: float) -> FloatArray:
     """``log r`` of the labels ``(n,)`` where all losers share a temperature."""
     scores = temperature * _gaps(voxels)
-    return (scores.gather(1, voxels.labels[:, None])[:, 0] - scores.logsumexp(1)).numpy()
+    return (scores.gather(1, voxels.labels[:, None])[:, 0] - scores.logsumexp(1)).cpu().numpy()
 
 
 def _best(voxels: WrongVoxels, folds: int, temperature: float, strengths: Sequence[float]) -> int:

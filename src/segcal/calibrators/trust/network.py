@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from segcal.kernels import fast_maps
+from segcal.kernels import trust_maps
 
 #: Units of both hidden layers.
 HIDDEN = 24
@@ -59,14 +59,14 @@ class TrustNetwork(nn.Module):
 
     def correction(self, features: Tensor, winner: Tensor, fold: int | None = None) -> Tensor:
         """The mean over the networks, or that of one, ``(N, *spatial)`` for ``features (N, J, *spatial)``."""
-        if features.dtype == torch.float32 and fast_maps(features) is not None:
-            from segcal.kernels import trust_cpu
-
+        found: Tensor
+        if (kernels := trust_maps(features)) is not None:
             own = slice(None) if fold is None else slice(fold, fold + 1)
             weights = (self.first, self.classes, self.second, self.second_bias, self.last)
-            return trust_cpu.correct(features, winner, (self.mean, self.scale, *(w[own] for w in weights)), _WIDEST)
+            found = kernels.correct(features, winner, (self.mean, self.scale, *(w[own] for w in weights)), _WIDEST)
+            return found
         rows = features.movedim(1, -1).reshape(-1, features.shape[1]).to(self.mean.dtype)
-        found: Tensor = self(rows, winner.flatten())
+        found = self(rows, winner.flatten())
         return (found.mean(0) if fold is None else found[fold]).view(winner.shape)
 
 
@@ -94,7 +94,8 @@ def train(network: TrustNetwork, sample: Sample, seed: int) -> None:
     Without voxels in more than one fold there is nothing to fit to, and the corrections stay zero.
     """
     count = len(network.last)
-    own = [(sample.folds != fold).nonzero().squeeze(1).cpu() for fold in range(count)]
+    folds = sample.folds.cpu()
+    own = [(folds != fold).nonzero().squeeze(1) for fold in range(count)]
     size = min(_BATCH, min(len(part) for part in own))
     if not size:
         return
@@ -106,16 +107,19 @@ def train(network: TrustNetwork, sample: Sample, seed: int) -> None:
     network.mean[:inputs] = mean
     network.scale[:inputs] = (average @ (sample.features - mean).square()).sqrt().clamp_(min=SMALLEST_SCALE)
     generator = torch.Generator().manual_seed(seed)
+    # a GPU draws its own: those of the CPU would take longer than the step
+    noise = generator if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
     steps = -(-max(len(part) for part in own) // size)
-    optimiser = torch.optim.AdamW(network.parameters(), _RATE, weight_decay=_DECAY)
+    turns = torch.arange(steps * size)
+    optimiser = torch.optim.AdamW(network.parameters(), _RATE, weight_decay=_DECAY, fused=device.type == "cuda")
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, _RATE, total_steps=_EPOCHS * steps)
     weights = sample.weights / sample.weights.mean()
     with torch.enable_grad():
         for _ in range(_EPOCHS):
             orders = [part[torch.randperm(len(part), generator=generator)] for part in own]
-            for step in range(steps):
-                index = torch.stack([order.roll(-step * size)[:size] for order in orders]).to(device)
-                kept = (torch.rand(count, size, HIDDEN, generator=generator) >= _DROPOUT).to(device) / (1 - _DROPOUT)
+            chosen = torch.stack([order[turns % len(order)] for order in orders]).to(device)
+            for index in torch.split(chosen, size, 1):
+                kept = (torch.rand(count, size, HIDDEN, generator=noise, device=device) >= _DROPOUT) / (1 - _DROPOUT)
                 odds = sample.offset[index] + network(sample.features[index], sample.winner[index], dropout=kept)
                 losses = nn.functional.binary_cross_entropy_with_logits(odds, sample.right[index], reduction="none")
                 optimiser.zero_grad()

@@ -12,8 +12,8 @@ from torch import Tensor
 from segcal.calibrators.trust.features import REACH, ImageTotals, disagreement, features, voxel_maps
 from segcal.types import Case, row_slices
 
-# Scores in a tile; a tile of an image also has a halo of REACH + 1 rows on each side.
-_TILE_VALUES = 2**22
+# Scores in a tile, on a CPU and on a GPU; a tile of an image also has a halo of REACH + 1 rows on each side.
+_TILE_VALUES, _DEVICE_TILE_VALUES = 2**22, 2**24
 
 
 class Images(NamedTuple):
@@ -21,11 +21,13 @@ class Images(NamedTuple):
 
     Attributes:
         shape: ``(N, C, *spatial)``.
+        device: Where they are.
         read: Gives the logits ``(N, C, rows, ...)`` of some rows.
         members: Gives those of every member of an ensemble; None for a single model.
     """
 
     shape: tuple[int, ...]
+    device: torch.device
     read: Callable[[slice], Tensor]
     members: Callable[[slice], Iterable[Tensor]] | None = None
 
@@ -36,7 +38,7 @@ class Images(NamedTuple):
             _ = case.logits
         count = case.members
         members = None if count is None else lambda rows: (case.member_logits(m, rows) for m in range(count))
-        return cls(case.shape, lambda rows: case.rows("logits", rows), members)
+        return cls(case.shape, case.tensor_device, lambda rows: case.rows("logits", rows), members)
 
 
 class Tile(NamedTuple):
@@ -57,15 +59,24 @@ class Tile(NamedTuple):
     summary: Tensor
 
 
-def images_at_once(shape: Sequence[int]) -> int:
+def by_class(maps: Tensor) -> Tensor:
+    """Maps ``(N, C, ...)`` as ``(C, voxels)``, in the order of ``(N, ...)``."""
+    return maps.movedim(1, 0).flatten(1)
+
+
+def _tile_values(device: torch.device) -> int:
+    return _DEVICE_TILE_VALUES if device.type == "cuda" else _TILE_VALUES
+
+
+def images_at_once(shape: Sequence[int], device: torch.device) -> int:
     """How many of the images ``(N, C, *spatial)`` fit a tile, at least one."""
-    return max(1, _TILE_VALUES // math.prod(shape[1:]))
+    return max(1, _tile_values(device) // math.prod(shape[1:]))
 
 
 def tiles(images: Images, beta: Tensor) -> Iterator[Tile]:
     """The tiles of images, in order. Sums over whole images take a read of their own if there is more than one tile."""
     shape, size = images.shape, math.prod(images.shape)
-    spans = list(row_slices(shape, _TILE_VALUES))
+    spans = list(row_slices(shape, _tile_values(images.device)))
     halo = REACH + 1 if len(shape) == 4 and len(spans) > 1 else 0
     once = images.read(spans[0]) if len(spans) == 1 else None
     maps = None if once is None else voxel_maps(once, beta, size)
