@@ -162,3 +162,14 @@ def test_one_planted_temperature_needs_no_network():
     temperatures = torch.cat([calibrator.temperature_map(case.logits) for case in cases])
     assert float(temperatures.std() / temperatures.mean()) < 0.15
     assert float(temperatures.mean()) == pytest.approx(2.0, rel=0.1)
+
+
+def test_the_certificate_is_the_gradient_of_the_mean_nll():
+    (case,) = planted(1, [SpatialTemperature()])
+    z, y = case.logits[:, :, :60, :60].contiguous(), case.labels[:, :60, :60]  # one crop, trained and validated on
+    fitted = TranslationInvariantLocalTemperature(epochs=EPOCHS).fit(z, y)
+    assert float(fitted.network.weight.abs().sum()) > 0
+    fitted.network.requires_grad_(True)
+    torch.nn.functional.nll_loss(fitted(z), y, ignore_index=case.ignore_index).backward()
+    gradient = torch.cat([own.grad.flatten() for own in fitted.network.parameters()])
+    assert fitted.fit_report.certificate == pytest.approx(float(gradient.norm()), rel=1e-3)

@@ -41,7 +41,7 @@ def test_mirrored_images_have_mirrored_features(axes):
 
 def test_tiles_have_the_features_of_the_whole(monkeypatch):
     z = logits((200, 60))
-    images = Images(tuple(z.shape), lambda rows: z[:, :, rows])
+    images = Images(tuple(z.shape), z.device, lambda rows: z[:, :, rows])
     (whole,) = tiles(images, torch.tensor(0.7))
     monkeypatch.setattr("segcal.calibrators.trust.tiles._TILE_VALUES", 6 * 60 * 37)
     parts = list(tiles(images, torch.tensor(0.7)))

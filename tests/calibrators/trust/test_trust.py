@@ -82,7 +82,7 @@ def test_tiles_change_nothing(fitted, monkeypatch):
 
 def test_a_batch_is_its_images_each_alone(fitted, monkeypatch):
     z = torch.cat([case.logits.repeat(1, 1, 4, 4) for case in held_out()]) * torch.linspace(1, 3, 8).view(8, 1, 1, 1)
-    images = Images(tuple(z.shape), lambda rows: z[:, :, rows])
+    images = Images(tuple(z.shape), z.device, lambda rows: z[:, :, rows])
     judged = fitted._known(next(tiles(images, fitted.beta)))
     assert ((judged > 0.1) & (judged < 0.9)).any(), "no image that is half known, so nothing is mixed"
     alone = torch.cat([fitted(image) for image in z.split(1)])
@@ -249,3 +249,13 @@ def test_a_map_that_is_worse_than_ts_is_not_kept(cases, monkeypatch):
     assert "which is kept" in notes_of(calibrator)
     ts, z = TemperatureScaling().fit(cases), cases[0].logits
     torch.testing.assert_close(calibrator.predict_proba(z), ts.predict_proba(z), atol=1e-5, rtol=0)
+
+
+def test_tensors_are_cases_of_several_images():
+    cases = scenes(20, size=(32, 40), plant=PLANT)
+    z, y = torch.cat([case.logits for case in cases]), torch.cat([case.labels for case in cases])
+    y[3, 5:9] = 255
+    fitted = TrustCalibration().fit(z, y)
+    assert fitted.fit_report.voxels_used == int((y != 255).sum())
+    expected = torch.nn.functional.nll_loss(fitted(z).double(), y, ignore_index=255)
+    assert fitted.fit_report.nll_after == pytest.approx(float(expected), rel=1e-6)

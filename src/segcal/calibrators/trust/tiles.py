@@ -12,8 +12,10 @@ from torch import Tensor
 from segcal.calibrators.trust.features import REACH, ImageTotals, disagreement, features, voxel_maps
 from segcal.types import Case, row_slices
 
-# Scores in a tile, on a CPU and on a GPU; a tile of an image also has a halo of REACH + 1 rows on each side.
-_TILE_VALUES, _DEVICE_TILE_VALUES = 2**22, 2**24
+# Scores in a tile; a tile of an image also has a halo of REACH + 1 rows on each side.
+_TILE_VALUES = 2**22
+# The same on a GPU, and voxels: with their features they take about a gigabyte.
+_DEVICE_TILE_VALUES, _DEVICE_TILE_VOXELS = 2**26, 2**22
 
 
 class Images(NamedTuple):
@@ -64,19 +66,19 @@ def by_class(maps: Tensor) -> Tensor:
     return maps.movedim(1, 0).flatten(1)
 
 
-def _tile_values(device: torch.device) -> int:
-    return _DEVICE_TILE_VALUES if device.type == "cuda" else _TILE_VALUES
+def _tile_values(shape: Sequence[int], device: torch.device) -> int:
+    return min(_DEVICE_TILE_VALUES, _DEVICE_TILE_VOXELS * shape[1]) if device.type == "cuda" else _TILE_VALUES
 
 
 def images_at_once(shape: Sequence[int], device: torch.device) -> int:
     """How many of the images ``(N, C, *spatial)`` fit a tile, at least one."""
-    return max(1, _tile_values(device) // math.prod(shape[1:]))
+    return max(1, _tile_values(shape, device) // math.prod(shape[1:]))
 
 
 def tiles(images: Images, beta: Tensor) -> Iterator[Tile]:
     """The tiles of images, in order. Sums over whole images take a read of their own if there is more than one tile."""
     shape, size = images.shape, math.prod(images.shape)
-    spans = list(row_slices(shape, _tile_values(images.device)))
+    spans = list(row_slices(shape, _tile_values(shape, images.device)))
     halo = REACH + 1 if len(shape) == 4 and len(spans) > 1 else 0
     once = images.read(spans[0]) if len(spans) == 1 else None
     maps = None if once is None else voxel_maps(once, beta, size)
