@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,8 +101,7 @@ class VoxelStatistics:
         self.classwise, self.background = classwise, background
         self.threshold, self.thresholds = float(threshold), tuple(map(float, thresholds))
         self.backend, self.threads = backend, threads
-        self.class_grid = BinGrid.classwise(self.bins, (self.threshold, *self.thresholds)) if classwise else None
-        self.top_grid = BinGrid.top_label(self.bins, self.class_grid)
+        self.top_grid, self.class_grid = _grids(self.bins, (self.threshold, *self.thresholds), classwise)
         self.layout = Layout((), 0.0)  # order of atoms and origin of energies; see ``align``
         self._tally = self._zeros(0)
 
@@ -292,3 +292,10 @@ class VoxelStatistics:
         where = np.array([self.layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
         for mine, theirs in zip(self._tally, other, strict=True):
             mine[where] = mine[where] + theirs
+
+
+@lru_cache(maxsize=32)
+def _grids(bins: tuple[int, ...], thresholds: tuple[float, ...], classwise: bool) -> tuple[BinGrid, BinGrid | None]:
+    """The bins of confidences and those of class probabilities; making them takes longer than a pass on a GPU."""
+    class_grid = BinGrid.classwise(bins, thresholds) if classwise else None
+    return BinGrid.top_label(bins, class_grid), class_grid

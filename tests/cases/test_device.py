@@ -64,7 +64,7 @@ def raising_once(function, calls):
 def test_a_fit_goes_on_with_half_the_rows_where_memory_is_short(monkeypatch):
     cases, calls = segcal.synthetic.scenes(3, size=(16, 20)), []
     expected = segcal.CALIBRATORS["ts"]().fit(cases).temperature
-    monkeypatch.setattr(temperature, "temperature_sums", raising_once(temperature.temperature_sums, calls))
+    monkeypatch.setattr(temperature, "begin_sums", raising_once(temperature.begin_sums, calls))
     with pytest.warns(UserWarning, match="half as many"):
         found = segcal.CALIBRATORS["ts"]().fit(cases).temperature
     assert found == pytest.approx(expected, rel=1e-6)

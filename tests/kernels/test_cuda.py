@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from segcal.errors import InputError
-from segcal.kernels import reference
+from segcal.kernels import fitting_passes, reference
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.fitting_passes import FineHistogram, logit_centres
 from segcal.kernels.fitting_passes import _sums as temperature_definition
@@ -100,14 +102,18 @@ def test_the_same_data_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_the_first_unfit_voxel_is_named(value: float) -> None:
+def test_the_first_unfit_voxel_is_named(value: float, monkeypatch) -> None:
     given = voxels(3)
     given.logits[1, :, 5, 6] = value
     given.logits[1, :, 7, 7] = value
     given.labels[1, 5, 6] = given.labels[1, 7, 7] = 0
-    for check in (lambda: cuda.tally(given, 1), lambda: cuda.temperature_sums(given, 1.0)):
-        with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
-            check()
+    with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
+        cuda.tally(given, 1)
+    monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
+    with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
+        fitting_passes.temperature_sums(given, 1.0)
+    parts = [fitting_passes.begin_sums(own, 1.0) for own in (voxels(3), given)]
+    assert math.isnan(fitting_passes.end_sums(parts).nll)
 
 
 def test_a_label_out_of_range_is_named() -> None:
@@ -120,7 +126,9 @@ def test_a_label_out_of_range_is_named() -> None:
 @pytest.mark.parametrize("beta", [0.01, 0.7, 5.0])
 def test_temperature_sums(beta: float) -> None:
     given = voxels(5, mask=marks((2, 9, 8)) < 0.8)
-    assert cuda.temperature_sums(given, beta) == pytest.approx(list(temperature_definition(given, beta)), rel=1e-6)
+    *found, last = cuda.temperature_sums(given, beta).tolist()
+    assert last == 0
+    assert found == pytest.approx(list(temperature_definition(given, beta)), rel=1e-6)
 
 
 def test_survey() -> None:
@@ -142,15 +150,15 @@ def test_temperature_scaling_keeps_the_argmax(dtype: torch.dtype) -> None:
     assert_close(found, expected)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within the rounding of the type; the same classes are impossible."""
+def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: float = 0.0) -> None:
+    """Within the rounding of the type, of values and of the ``terms`` they are sums of; the same are impossible."""
     finite = torch.isfinite(expected)
     assert torch.equal(torch.isfinite(found), finite)
-    scale = 1 + expected[finite].abs().max()
+    scale = 1 + max(terms, float(expected[finite].abs().max()))
     assert ((found.double() - expected)[finite] / scale).abs().max() < max(1e-6, torch.finfo(found.dtype).eps)
 
 
-@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("classes", [2, 5, 26])
 @pytest.mark.parametrize("features", ["logits", "own-logit", "log-probs", "margins", "gaps"])
 @pytest.mark.parametrize("routed", [False, True])
 def test_expert_maps(features: str, routed: bool, classes: int) -> None:
@@ -164,8 +172,12 @@ def test_expert_maps(features: str, routed: bool, classes: int) -> None:
     mapping = ExpertMap(features, weight.to(DEVICE), bias.to(DEVICE))
     z, keep = voxels(classes).logits, features in ("margins", "gaps")
     found = cuda.apply_experts(z, mapping, keep=keep)
-    assert_close(found, mapping(z.double()).log_softmax(1))
+    margins = z.amax(1, keepdim=True) - z
+    terms = float(weight.sum(-1).max() * margins[margins.isfinite()].max())
+    assert_close(found, mapping(z.double()).log_softmax(1), terms)
     assert not keep or torch.equal(found.argmax(1), z.argmax(1))
+    flat = z.movedim(1, -1).reshape(-1, classes)
+    assert torch.equal(cuda.apply_experts(flat, mapping, keep=keep), found.movedim(1, -1).reshape(-1, classes))
 
 
 def test_bins_and_knots() -> None:

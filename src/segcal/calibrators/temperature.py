@@ -21,7 +21,7 @@ from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, over_c
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
-from segcal.kernels.fitting_passes import TemperatureSums, temperature_sums
+from segcal.kernels.fitting_passes import TemperatureSums, begin_sums, end_sums, temperature_sums
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
 from segcal.solvers import Newton, minimise, newton_1d
@@ -107,14 +107,14 @@ class TemperatureScaling(HasTemperature, Calibrator):
         return kernels.apply_temperature(logits, float(self.beta)) if suits else None
 
     def _fit(self, data: FitData) -> Fitted:
-        identity, logits, labels = _first_pass(data.cases, data.seed)
+        identity, sample = _first_pass(data.cases, data.seed)
         start = 1.0
-        if len(labels):
+        if temperature_sums(sample, start).count:
 
             def on_sample(beta: float) -> tuple[float, float, float]:
-                return temperature_sums(Voxels(logits, labels), beta).by_beta(beta)
+                return temperature_sums(sample, beta).by_beta(beta)
 
-            start = newton_1d(on_sample, 1.0, (LOWEST, HIGHEST), tolerance=TOLERANCE).value
+            start = newton_1d(on_sample, start, (LOWEST, HIGHEST), tolerance=TOLERANCE).value
         return self.refine(data.cases, start, identity.nll / identity.count, identity.count)
 
     def refine(self, cases: CaseSet, start: float, nll_before: float, voxels: int) -> Fitted:
@@ -146,18 +146,24 @@ class TemperatureScaling(HasTemperature, Calibrator):
 
 
 def _sums_at(cases: CaseSet, beta: float) -> TemperatureSums:
-    return sum(over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), beta)), TemperatureSums())
+    return end_sums(over_chunks(cases, lambda _, chunk: begin_sums(Voxels.of(chunk), beta)))
 
 
 _Drawn = dict[str, tuple[Tensor, Tensor]]  # logits (n, C) and labels (n,) of every case
 
 
-def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Tensor, Tensor]:
-    """The sums at T = 1, which also checks the data, and a random sample: ``logits (n, C)``, ``labels (n,)``."""
-    total, drawn = in_shares(_look, cases, SAMPLE_VOXELS / len(cases), seed, merge=added)
+def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Voxels]:
+    """The sums at T = 1, which also checks the data, and a random sample; of tensors on a GPU, the first chunk."""
+    share = 0.0 if cases.on_gpu else SAMPLE_VOXELS / len(cases)
+    total, drawn = in_shares(_look, cases, share, seed, merge=added)
+    if math.isnan(total.nll):
+        for _ in over_chunks(cases, lambda _, chunk: temperature_sums(Voxels.of(chunk), 1.0)):
+            pass  # raises at the unfit voxel
     check_voxels(total.count)
+    if not share:
+        return total, Voxels.of(next(cases[0].chunks()))
     logits, labels = zip(*(drawn[name] for name in cases.ids), strict=True)
-    return total, torch.cat(logits), torch.cat(labels)
+    return total, Voxels(torch.cat(logits), torch.cat(labels))
 
 
 def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Drawn]:
@@ -165,7 +171,9 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
     labels: dict[str, list[Tensor]] = {}
     random: dict[str, np.random.Generator] = {}
 
-    def look(case: Case, chunk: Chunk) -> TemperatureSums:
+    def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
+        if not share:
+            return begin_sums(Voxels.of(chunk), 1.0)
         voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
         part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
         own = random.setdefault(case.id, np.random.default_rng(case_seed(seed, case.id)))
@@ -173,9 +181,9 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
         drawn = drawn[chunk.valid.flatten()[drawn]]
         logits.setdefault(case.id, []).append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
         labels.setdefault(case.id, []).append(chunk.labels.flatten()[drawn].cpu().long())
-        return temperature_sums(Voxels.of(chunk), 1.0)
+        return begin_sums(Voxels.of(chunk), 1.0)
 
-    total = sum(over_chunks(cases, look), TemperatureSums())
+    total = end_sums(over_chunks(cases, look))
     return total, {name: (torch.cat(logits[name]), torch.cat(labels[name])) for name in logits}
 
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segcal.kernels import cuda_experts as experts
 from segcal.kernels import cuda_loops as loops
 from segcal.kernels import cuda_maps as maps
 from segcal.kernels.experts import ExpertMap
@@ -32,15 +33,14 @@ from segcal.scores import DEPTH
 
 # Voxels that one histogram can count.
 _LAUNCH = 2**23
-# Rows of a tile that one warp can hold, and the programs that work on tiles in turn.
-_ROWS, _PROGRAMS = 64, 132 * 16
+# Voxels of a block, and programs that take the blocks in turn: 32 warps for each of an H200's processors.
+_BLOCK, _PROGRAMS = 64, 132 * 32
+# Up to how many classes a thread has all scores of a voxel.
+_FEW = 24
+# Voxels of a tile of scores, numbers of it that a warp holds in registers, and the most warps that share one.
+_TILE_BLOCK, _TILE, _WARPS = 64, 2048, 8
 # Copies of the histograms, and numbers in all of them (32 MB).
 _COPIES, _CELLS = 64, 2**22
-
-
-def rows_of(classes: int) -> int:
-    """Rows of a tile: the classes rounded up to a power of two."""
-    return max(8, 1 << (classes - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,13 @@ class Walk:
 
     @classmethod
     def of(cls, voxels: Voxels) -> Walk:
-        """Copies the logits only if their spatial axes cannot be flattened."""
+        """Copies the logits only if their spatial axes cannot be flattened, or to join small images to one."""
         logits = voxels.logits.detach()
-        logits = logits.reshape(*logits.shape[:2], math.prod(logits.shape[2:]))
+        batch, classes, *spatial = logits.shape
+        inner = math.prod(spatial)
+        logits = logits.reshape(batch, classes, inner)
+        if inner < _BLOCK:
+            logits = logits.transpose(0, 1).reshape(1, classes, batch * inner)
         ignored = int(np.iinfo(np.int64).min) if voxels.ignore_index is None else voxels.ignore_index
         labels, mask = (_flat(own, logits.device) for own in (voxels.labels, voxels.mask))
         assert labels is not None
@@ -78,25 +82,14 @@ class Walk:
         return self.logits, self.labels, self.labels if self.mask is None else self.mask
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """Classes, voxels of an image, strides by image, class and voxel, the skew, and the ignored label."""
-        return (*self.logits.shape[1:], *self.logits.stride(), 0, self.ignored)
+    def sizes(self) -> tuple[int, ...]:
+        """Classes, voxels of an image, strides by image, class and voxel."""
+        return *self.logits.shape[1:], *self.logits.stride()
 
-    @property
-    def tile(self) -> dict[str, int]:
-        """The sides of a tile, and the warps that share it."""
-        rows = rows_of(self.logits.shape[1])
-        return {"CP": rows, "BLOCK": 32, "num_warps": max(1, rows // _ROWS)}
-
-    @property
-    def blocks(self) -> int:
-        """Tiles that all voxels make."""
-        return -(-self.voxels // self.tile["BLOCK"])
-
-    @property
-    def programs(self) -> int:
-        """Programs that take the blocks in turn."""
-        return min(_PROGRAMS, max(1, self.blocks))
+    def blocks(self, size: int = _BLOCK) -> tuple[int, int]:
+        """Blocks of all images and of one."""
+        per_image = -(-self.logits.shape[2] // size)
+        return len(self.logits) * per_image, per_image
 
 
 def tally(voxels: Voxels, threads: int) -> Tally:
@@ -117,27 +110,26 @@ def tally(voxels: Voxels, threads: int) -> Tally:
                                     total.confusion)]  # fmt: skip
     sizes = [math.prod(shape) for shape in shapes]
     copies = max(1, min(_COPIES, _CELLS // sum(sizes)))
-    tile, programs = walk.tile, walk.programs
+    blocks, per_image = walk.blocks()
+    programs, width = min(_PROGRAMS, blocks), max(classes, 8)
     others = [_flat(own, device) for own in (voxels.slots, voxels.uncalibrated)]
     *top_tables, top_steps = _tables(top, torch.float64, device)
     *class_tables, class_steps = _tables(by_class, torch.float32, device)
-    for start in range(0, walk.voxels, _LAUNCH):
-        stop = min(start + _LAUNCH, walk.voxels)
-        cells = torch.zeros((copies, sum(sizes)), dtype=torch.int64, device=device)
-        sums = torch.zeros((programs, slots, loops.COLUMNS, tile["CP"]), dtype=torch.float64, device=device)
-        bad = torch.full((1,), stop, dtype=torch.int64, device=device)
+    for start in range(0, blocks, _LAUNCH // _BLOCK):
+        stop = min(start + _LAUNCH // _BLOCK, blocks)
+        cells, sums, bad = _zeros(device, (copies, sum(sizes)), (programs, slots * loops.COLUMNS * width))
         loops.tally_loop[(programs,)](
             *walk.tensors, *(bad if own is None else own for own in others), *top_tables, *class_tables, cells, sums,
-            bad, start, stop, *walk.numbers, beta, depth, voxels.energy_shift, slots, len(top), bins, sum(sizes),
-            copies,
-            MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None, CLASSWISE=bins > 0,
-            TOP_STEPS=top_steps, CLASS_STEPS=class_steps, **tile,
+            bad, start, stop, per_image, walk.voxels, *walk.sizes, walk.ignored, beta, depth, voxels.energy_shift,
+            slots, len(top), bins, width, sum(sizes), copies,
+            BLOCK=_BLOCK, MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None,
+            SCALED=depth < math.inf, CLASSWISE=bins > 0, TOP_STEPS=top_steps, CLASS_STEPS=class_steps, num_warps=1,
         )  # fmt: skip
-        found = torch.cat((cells.sum(0), sums.sum(0).view(torch.int64).flatten(), bad)).cpu().numpy()
-        if found[-1] < stop:
-            raise voxels.bad_voxel(int(found[-1]))
+        found = torch.cat((cells.sum(0), sums.sum(0).view(torch.int64), bad)).cpu().numpy()
+        if found[-1]:
+            raise voxels.bad_voxel(walk.voxels - int(found[-1]))
         *parts, columns = np.split(found[:-1], np.cumsum(sizes))
-        by_column = columns.view(np.float64).reshape(slots, loops.COLUMNS, -1)[:, :, : max(classes, 8)]
+        by_column = columns.view(np.float64).reshape(slots, loops.COLUMNS, width)
         _fill(total, [own.reshape(shape) for own, shape in zip(parts, shapes, strict=True)], by_column, top, by_class)
     if voxels.compares:
         total.flips[:, 0] = total.confusion.sum((1, 2))
@@ -198,35 +190,34 @@ def _tables(grid: BinGrid, dtype: torch.dtype, device: torch.device) -> tuple[An
     return _cached_tables(grid.upper.tobytes(), dtype, device)
 
 
-def temperature_sums(voxels: Voxels, beta: float) -> list[float]:
-    """Count, NLL, slope and curvature of the valid voxels; see ``segcal.kernels.fitting_passes``."""
+def temperature_sums(voxels: Voxels, beta: float) -> Tensor:
+    """Count, NLL, slope and curvature of the valid voxels, and 0 if all are fit, on their device ``(5,)``.
+
+    See ``segcal.kernels.fitting_passes``.
+    """
     walk = Walk.of(voxels)
-    sums = torch.zeros((walk.programs, 4), dtype=torch.float64, device=walk.logits.device)
-    bad = torch.full((1,), walk.voxels, dtype=torch.int64, device=sums.device)
-    loops.temperature_loop[(walk.programs,)](
-        *walk.tensors, sums, bad, walk.voxels, *walk.numbers, beta, MASKED=walk.masked, **walk.tile
-    )
-    *total, first = torch.cat((sums.sum(0), bad.double())).tolist()
-    if first < walk.voxels:
-        raise voxels.bad_voxel(int(first))
-    return total
+    blocks, per_image = walk.blocks()
+    _, sums, bad = _zeros(walk.logits.device, (0,), (min(_PROGRAMS, blocks), 4))
+    loops.temperature_loop[(len(sums),)](
+        *walk.tensors, sums, bad, blocks, per_image, walk.voxels, *walk.sizes, walk.ignored, beta,
+        BLOCK=_BLOCK, MASKED=walk.masked, num_warps=1,
+    )  # fmt: skip
+    return torch.cat((sums.sum(0), bad))
 
 
 def survey(voxels: Voxels, edges: Tensor) -> tuple[Tensor, float, bool]:
     """The strata ``(v,)`` int32 of a ``Survey``, the sum of the NLL, and whether some class is impossible."""
     walk = Walk.of(voxels)
-    device = walk.logits.device
+    device, (blocks, per_image) = walk.logits.device, walk.blocks()
     strata = torch.empty(walk.voxels, dtype=torch.int32, device=device)
-    sums = torch.zeros(walk.programs, dtype=torch.float64, device=device)
-    bad = torch.full((1,), walk.voxels, dtype=torch.int64, device=device)
-    impossible = torch.zeros(1, dtype=torch.int32, device=device)
-    loops.survey_loop[(walk.programs,)](
-        *walk.tensors, edges.to(device), strata, sums, bad, impossible, walk.voxels, *walk.numbers, len(edges),
-        MASKED=walk.masked, **walk.tile,
+    impossible, sums, bad = _zeros(device, (1,), (min(_PROGRAMS, blocks),))
+    loops.survey_loop[(len(sums),)](
+        *walk.tensors, edges.to(device), strata, sums, bad, impossible, blocks, per_image, walk.voxels, *walk.sizes,
+        walk.ignored, len(edges), BLOCK=_BLOCK, MASKED=walk.masked, num_warps=1,
     )  # fmt: skip
-    nll, first, deep = torch.stack((sums.sum(), bad[0].double(), impossible[0].double())).tolist()
-    if first < walk.voxels:
-        raise voxels.bad_voxel(int(first))
+    nll, last, deep = torch.stack((sums.sum(), bad[0], impossible[0])).tolist()
+    if last:
+        raise voxels.bad_voxel(walk.voxels - int(last))
     return strata, nll, deep > 0
 
 
@@ -237,16 +228,26 @@ def apply_temperature(logits: Tensor, beta: float) -> Tensor:
 
 def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool) -> Tensor:
     """``log S(expert_map(z))`` of logits ``(N, C, *spatial)`` in their dtype; ``keep`` keeps exactly their argmax."""
-    expert_map.check_classes(logits.shape[1])
-    kind = maps.KINDS[expert_map.features]
-    tables = _expert_tables(expert_map, logits.device)
-    return _map(logits, maps.apply_experts_loop, tables, KIND=kind, ROUTED=len(tables[0]) > 1, KEEP=keep)
+    classes = logits.shape[1]
+    expert_map.check_classes(classes)
+    options = {"KIND": experts.KINDS[expert_map.features], "ROUTED": len(expert_map.weight) > 1, "KEEP": keep}
+    if classes <= _FEW:
+        tables = _expert_tables(expert_map, logits.device, classes)
+        size = _TILE_BLOCK // (1 + options["ROUTED"])
+        return _map(logits, experts.apply_few_experts_loop, tables, size=size, CLASSES=classes, **options)
+    rows = _rows(classes)
+    size = min(_TILE_BLOCK, _TILE * _WARPS // rows)
+    room = (_PROGRAMS, classes, size) if expert_map.features == "gaps" else (1,)
+    order = torch.zeros(room, dtype=torch.int16, device=logits.device)
+    tables = *_expert_tables(expert_map, logits.device, rows), order
+    warps = max(1, rows * size // _TILE)
+    return _map(logits, experts.apply_experts_loop, tables, size=size, warps=warps, CP=rows, **options)
 
 
 def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor) -> Tensor:
     """``log S(g(log S(z)))`` of logits ``(N, C, *spatial)``; see ``apply_cpu.apply_knots``."""
     tables = tuple(own.to(logits.device, torch.float32) for own in (centres, knots))
-    return _map(logits, maps.apply_knots_loop, tables, len(centres), LIMIT, WIDTH)
+    return _map(logits, maps.apply_curve_loop, tables, len(centres), LIMIT, WIDTH, STEPS=0, KEEP=True)
 
 
 def apply_bins(logits: Tensor, edges: Tensor, values: Tensor) -> Tensor:
@@ -256,16 +257,21 @@ def apply_bins(logits: Tensor, edges: Tensor, values: Tensor) -> Tensor:
     limits = torch.full((classes, 2**steps - 1), torch.inf, device=logits.device)
     limits[:, : bins - 1] = edges
     tables = limits, values.to(logits.device, torch.float32).contiguous()
-    return _map(logits, maps.apply_bins_loop, tables, bins, STEPS=steps)
+    return _map(logits, maps.apply_curve_loop, tables, bins, LIMIT, WIDTH, STEPS=steps, KEEP=False)
 
 
-def _expert_tables(expert_map: ExpertMap, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights ``(E, inputs, CP)``, tilt and bias ``(E, CP)`` of the loop, in float32."""
+def _rows(classes: int) -> int:
+    """Rows of a tile of scores: the classes rounded up to a power of two."""
+    return max(8, 1 << (classes - 1).bit_length())
+
+
+def _expert_tables(expert_map: ExpertMap, device: torch.device, rows: int) -> tuple[Tensor, ...]:
+    """Weights ``(E, inputs, rows)``, tilt and bias ``(E, rows)`` of the loop, in float32; zero beyond the classes."""
     classes, features = expert_map.num_classes, expert_map.features
-    weight, bias = expert_map.weight.double().to(device), expert_map.bias.double().to(device)
+    weight, bias = expert_map.weight.double(), expert_map.bias.double()
     tilt = torch.zeros_like(bias)
     if features in ("logits", "log-probs", "own-logit"):
-        tilt = expert_map.tilt.to(device)
+        tilt = expert_map.tilt
     if features == "gaps":  # scores fall by what the map returns, from rank to rank
         weight, bias = (
             torch.nn.functional.pad(own.cumsum(1), (0,) * (2 * own.ndim - 4) + (1, 0)) for own in (weight, bias)
@@ -273,20 +279,38 @@ def _expert_tables(expert_map: ExpertMap, device: torch.device) -> tuple[Tensor,
         tilt = torch.zeros_like(bias)
     if features in ("margins", "gaps"):
         bias = -bias
-    return tuple(  # type: ignore[return-value]
-        torch.nn.functional.pad(own, (0, rows_of(classes) - classes)).float().contiguous()
-        for own in (-weight.transpose(1, 2), tilt, bias)
-    )
+    tables = [
+        torch.nn.functional.pad(own, (0, rows - classes)).float() for own in (-weight.transpose(1, 2), tilt, bias)
+    ]
+    there = torch.cat([own.flatten() for own in tables]).to(device)
+    parts = there.split([own.numel() for own in tables])
+    return tuple(part.view(own.shape) for part, own in zip(parts, tables, strict=True))
 
 
-def _map(logits: Tensor, loop: Any, tables: tuple[Tensor, ...], *numbers: float, **options: Any) -> Tensor:
+def _map(
+    logits: Tensor, loop: Any, tables: tuple[Tensor, ...], *numbers: float, size: int = _BLOCK, warps: int = 1,
+    **options: Any,
+) -> Tensor:  # fmt: skip
     """The log-probabilities that a loop writes."""
     walk = Walk.of(Voxels(logits, logits))
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    flat = out.view(walk.logits.shape)
-    sizes = walk.voxels, *walk.numbers[:-1], *flat.stride()
-    loop[(walk.blocks,)](walk.logits, flat, *tables, *sizes, *numbers, **options, **walk.tile)
-    return out
+    out = torch.empty(walk.logits.shape, dtype=logits.dtype, device=logits.device)
+    blocks, per_image = walk.blocks(size)
+    loop[(min(_PROGRAMS, blocks),)](
+        walk.logits, out, *tables, blocks, per_image, *walk.sizes, *out.stride(), *numbers, BLOCK=size,
+        num_warps=warps, **options,
+    )  # fmt: skip
+    if len(out) == len(logits):
+        return out.view(logits.shape)
+    classes = logits.shape[1]
+    return out.view(classes, len(logits), -1).transpose(0, 1).reshape(logits.shape)
+
+
+def _zeros(device: torch.device, counts: tuple[int, ...], sums: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros for whole numbers, for float64 sums, and one whole number more, in one piece of memory."""
+    first, second = math.prod(counts), math.prod(sums)
+    room = torch.zeros(first + second + 1, dtype=torch.int64, device=device)
+    numbers, floats, last = room.split((first, second, 1))
+    return numbers.view(counts), floats.view(torch.float64).view(sums), last
 
 
 def _flat(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""What the compiled loops of ``segcal.kernels.cuda`` share: tiles of logits, their softmax, unfit voxels.
+"""What the compiled loops of ``segcal.kernels.cuda`` share: blocks of voxels, their best class, unfit voxels.
 
-A program takes blocks of ``BLOCK`` voxels, each as a tile ``(CP, BLOCK)`` of logits in registers; ``CP`` is the number
-of classes rounded up to a power of two.
+A program is one warp. It takes blocks of ``BLOCK`` neighbouring voxels of an image and goes through their classes one
+by one: each thread has a few voxels, and what is summed over classes stays in its registers. Logits are read from
+memory once; when a loop goes through the classes again, they come from the processor's cache.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -23,11 +24,8 @@ _LN2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(-150.0)
 #: Classes this far below the best are impossible.
 DEEP = tl.constexpr(DEPTH)
-
-
-# ``skew`` is 0, which the compiler does not know. If it knew how the logits are aligned, a thread would load four
-# voxels at once, and the classes of a voxel would be spread over several threads.
-walking = triton.jit(do_not_specialize=["skew"])
+#: Classes that are read at once, to wait for memory less often.
+AHEAD = tl.constexpr(4)
 
 
 @triton.jit
@@ -39,79 +37,106 @@ def exp(d):
 
 
 @triton.jit
-def log1p(x):
-    """log(1 + x) of float64 ``x >= 0`` to full relative precision: the rounding of 1 + x is divided out."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+def log1p(x, u, inverse):
+    """log(1 + x) of float64 ``x >= 0``, from ``u = 1 + x`` and 1 / u: what was lost when u was rounded is added."""
+    return tl.log(u) + (x - (u - 1.0)) * inverse
 
 
 @triton.jit
-def counted(labels, mask, v, inside, ignored, MASKED: tl.constexpr):
-    """Labels ``(BLOCK,)`` and which voxels count."""
+def log1p32(rest):
+    """log(1 + rest) of float32, rounded once."""
+    u = 1.0 + rest.to(tl.float64)
+    return log1p(rest.to(tl.float64), u, 1.0 / u).to(tl.float32)
+
+
+@triton.jit
+def next_lower(value, dtype: tl.constexpr):
+    """The number just below ``value <= 0`` in a type; between float16's subnormal numbers the step is too large."""
+    if dtype == tl.float32:
+        lower = ((-tl.abs(value)).to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    else:
+        bits = (-tl.abs(value)).to(dtype).to(tl.int16, bitcast=True)
+        lower = (bits + 1).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return lower
+
+
+@triton.jit
+def block_of(block, per_image, inner, BLOCK: tl.constexpr):
+    """The image of a block, the places of its voxels in the image, and which of them exist."""
+    image = (block // per_image).to(tl.int64)
+    place = (block - image * per_image) * BLOCK + tl.arange(0, BLOCK)
+    return image, place, place < inner
+
+
+@triton.jit
+def counted(labels, mask, v, inside, ignored, classes, MASKED: tl.constexpr):
+    """Labels ``(BLOCK,)``, 0 where they are none of the classes; which voxels count; and which labels are known."""
     y = tl.load(labels + v, mask=inside, other=0).to(tl.int64)
     counts = inside & (y != ignored)
     if MASKED:
         counts = counts & (tl.load(mask + v, mask=inside, other=0) != 0)
-    return y, counts
+    known = (y >= 0) & (y < classes)
+    return tl.where(known & counts, y, 0).to(tl.int32), counts, known
 
 
 @triton.jit
-def first_voxel(voxels, BLOCK: tl.constexpr):
-    """The first voxel of this program, in the type of their number."""
-    return (voxels * 0 + tl.program_id(0)) * BLOCK
+def logit(where, k, by_class, inside):
+    """The logits ``(BLOCK,)`` of class k."""
+    return tl.load(where + tl.cast(k, tl.int64) * by_class, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def place_of(v, inner, by_image, by_voxel):
-    """Where the first class of each voxel is."""
-    image = v // inner
-    return image.to(tl.int64) * by_image + (v - image * inner).to(tl.int64) * by_voxel
-
-
-@triton.jit
-def tile(x, v, counts, classes, inner, by_image, by_class, by_voxel, skew, CP: tl.constexpr):
-    """The logits ``(CP, BLOCK)`` in float32, -inf beyond the classes, and the classes ``(CP, 1)``."""
-    k = tl.arange(0, CP)[:, None]
-    where = x + skew + place_of(v, inner, by_image, by_voxel)[None, :] + k.to(tl.int64) * by_class
-    z = tl.load(where, mask=(k < classes) & counts[None, :], other=-float("inf")).to(tl.float32)
-    return z, k
-
-
-@triton.jit
-def best_of(z):
-    """The best of scores ``(CP, BLOCK)``, 0 if there is no softmax; its class, the first of equals; and which have one.
+def best_of(where, classes, by_class, inside):
+    """The best logit, 0 if there is no softmax; its class, the first of equals; and which voxels have a softmax.
 
     A NaN, +inf, or no possible class: no softmax.
     """
-    nan = tl.max((z != z).to(tl.int32), 0) > 0
-    best, winner = tl.max(tl.where(z != z, -float("inf"), z), 0, return_indices=True)
+    best = tl.where(inside, -float("inf"), 0.0)
+    winner = tl.zeros_like(best).to(tl.int32)
+    nan = winner != 0
+    for k in tl.range(0, classes, loop_unroll_factor=AHEAD):
+        z = logit(where, k, by_class, inside)
+        better = z > best
+        best = tl.where(better, z, best)
+        winner = tl.where(better, k, winner)
+        nan = nan | (z != z)
     fit = (nan == 0) & (tl.abs(best) < float("inf"))
     return tl.where(fit, best, 0.0), winner, fit
 
 
 @triton.jit
-def note_first(bad, v, unfit, most):
-    """Lower ``bad`` to the first unfit voxel. There is nearly never one, and all programs share this number."""
-    if tl.max(unfit.to(tl.int32)) > 0:
-        tl.atomic_min(bad, tl.min(tl.where(unfit, v, most)).to(tl.int64), sem="relaxed")
+def rest_of(where, classes, by_class, inside, best, winner):
+    """The sum of exp(logit - best) of all classes but the winner."""
+    rest = tl.zeros_like(best)
+    for k in tl.range(0, classes, loop_unroll_factor=AHEAD):
+        d = logit(where, k, by_class, inside) - best
+        rest += tl.where(k == winner, 0.0, exp(d))
+    return rest
 
 
 @triton.jit
-def labelled_tile(
-    x, labels, mask, v, voxels, classes, inner, by_image, by_class, by_voxel, skew, ignored, bad,
-    CP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The scores ``(CP, BLOCK)`` below the best, and those of the labels; classes, winners, labels, who counts.
+def note_first(bad, v, unfit, voxels):
+    """Raise ``bad`` to how many voxels come from the first unfit one on. There is nearly never one."""
+    if tl.max(unfit.to(tl.int32)) > 0:
+        tl.atomic_max(bad, tl.max(tl.where(unfit, voxels - v, 0)).to(tl.int64), sem="relaxed")
 
-    Voxels are unfit if they have no softmax, or if their label is no class or an impossible one.
+
+@triton.jit
+def labelled_block(
+    x, labels, mask, block, per_image, voxels, classes, inner, by_image, by_class, by_voxel, ignored, bad,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A block: voxels, which exist, where their first logits are, best logits, winners, labels, gaps, who counts.
+
+    The gap is how far the logit of the label is below the best, as a negative number. Voxels are unfit if they have no
+    softmax, or if their label is no class or an impossible one.
     """
-    y64, counts = counted(labels, mask, v, v < voxels, ignored, MASKED)
-    z, k = tile(x, v, counts, classes, inner, by_image, by_class, by_voxel, skew, CP)
-    best, winner, fit = best_of(z)
-    known = (y64 >= 0) & (y64 < classes)
-    y = tl.where(known & counts, y64, 0).to(tl.int32)
-    below = z - best[None, :]
-    own = tl.sum(tl.where(k == y[None, :], below, 0.0), 0)
-    fit = fit & known & (own >= -DEEP)
+    image, place, inside = block_of(block, per_image, inner, BLOCK)
+    v = image * inner + place
+    y, counts, known = counted(labels, mask, v, inside, ignored, classes, MASKED)
+    where = x + image * by_image + place * by_voxel
+    best, winner, fit = best_of(where, classes, by_class, inside)
+    gap = logit(where, y, by_class, inside) - best
+    fit = fit & known & (gap >= -DEEP)
     note_first(bad, v, counts & (fit == 0), voxels)
-    return below, own, k, winner, y, counts & fit
+    return v, inside, where, best, winner, y, gap, counts & fit

@@ -5,8 +5,9 @@ Each has its definition in torch and a compiled loop in ``fitting_loops`` or ``b
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,10 +129,31 @@ def temperature_sums(voxels: Voxels, beta: float) -> TemperatureSums:
         >>> sums.count, round(sums.nll, 4), round(sums.slope, 4)
         (1, 0.3133, -0.2689)
     """
+    found = begin_sums(voxels, beta)
+    if isinstance(found, Tensor):
+        *_, last = found.tolist()
+        if last:
+            raise voxels.bad_voxel(voxels.labels.numel() - int(last))
+        return end_sums([found])
+    return found
+
+
+def begin_sums(voxels: Voxels, beta: float) -> TemperatureSums | Tensor:
+    """``temperature_sums`` for ``end_sums``: on a CUDA device, which is not waited for, unfit voxels do not raise."""
     if (kernels := cuda_kernels(voxels.logits)) is not None:
-        count, *sums = kernels.temperature_sums(voxels, beta)
-        return TemperatureSums(int(count), *sums)
+        on_device: Tensor = kernels.temperature_sums(voxels, beta)
+        return on_device
     return _sums(voxels, beta) if fast_maps(voxels.logits) is None else _sums_fast(voxels, beta)
+
+
+def end_sums(parts: Iterable[TemperatureSums | Tensor]) -> TemperatureSums:
+    """The total of what ``begin_sums`` returned; NaN if a voxel is unfit."""
+    parts = list(parts)
+    on_device = [part for part in parts if isinstance(part, Tensor)]
+    total = sum((part for part in parts if not isinstance(part, Tensor)), TemperatureSums())
+    for count, *sums, last in torch.stack(on_device).tolist() if on_device else ():
+        total += TemperatureSums(int(count), *sums) if not last else TemperatureSums(0, *[math.nan] * 3)
+    return total
 
 
 def slope_and_variance(p: Tensor, d: Tensor, own: Tensor, axis: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import LinAlgError, cho_factor, cho_solve
+from scipy.linalg.lapack import dpotrf, dpotrs
 
 from segcal.solvers.solution import Box
 from segcal.types import FloatArray
@@ -110,17 +110,22 @@ def _newton_step(hessian: FloatArray, slope: FloatArray, ridge: float, noise: fl
     if ridge == 0:  # without curvature no length of step is right: take 1 for the steepest component
         return -slope / (np.abs(slope).max() or 1.0), ridge
     while True:
-        regular = hessian.copy()
-        regular.flat[:: len(slope) + 1] += ridge
-        try:
-            factor = cho_factor(regular, lower=True, overwrite_a=True, check_finite=False)
-        except LinAlgError:
+        regular = hessian.copy(order="F")
+        regular.T.flat[:: len(slope) + 1] += ridge
+        factor, problem = dpotrf(regular, lower=True, clean=False, overwrite_a=True)
+        if problem:
             ridge *= 100.0
             continue
-        step = -cho_solve(factor, slope, check_finite=False)
-        step -= cho_solve(factor, slope + hessian @ step, check_finite=False)
+        step = -_solved(factor, slope)
+        step -= _solved(factor, slope + hessian @ step)
         # (ridge (H + ridge)^-1)^2 keeps the part of the step in the null space of H, and nothing else.
-        null = ridge**2 * cho_solve(factor, cho_solve(factor, step, check_finite=False), check_finite=False)
+        null = ridge**2 * _solved(factor, _solved(factor, step))
         if not np.linalg.norm(null) > 1.01 * np.linalg.norm(step):  # longer only where H + ridge is tiny
             return np.asarray(step - null if -slope @ null <= noise else step), ridge
         ridge *= 100.0
+
+
+def _solved(factor: FloatArray, right: FloatArray) -> FloatArray:
+    """LL' x = right. These systems are small: SciPy's checks would take longer than LAPACK."""
+    found, _ = dpotrs(factor, right, lower=True)
+    return np.asarray(found)
