@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -283,8 +284,8 @@ def _expert_tables(expert_map: ExpertMap, device: torch.device, rows: int) -> tu
         torch.nn.functional.pad(own, (0, rows - classes)).float() for own in (-weight.transpose(1, 2), tilt, bias)
     ]
     there = torch.cat([own.flatten() for own in tables]).to(device)
-    parts = there.split([own.numel() for own in tables])
-    return tuple(part.view(own.shape) for part, own in zip(parts, tables, strict=True))
+    starts = accumulate((own.numel() for own in tables), initial=0)
+    return tuple(there[n : n + own.numel()].view(own.shape) for n, own in zip(starts, tables, strict=False))
 
 
 def _map(
@@ -309,8 +310,7 @@ def _zeros(device: torch.device, counts: tuple[int, ...], sums: tuple[int, ...])
     """Zeros for whole numbers, for float64 sums, and one whole number more, in one piece of memory."""
     first, second = math.prod(counts), math.prod(sums)
     room = torch.zeros(first + second + 1, dtype=torch.int64, device=device)
-    numbers, floats, last = room.split((first, second, 1))
-    return numbers.view(counts), floats.view(torch.float64).view(sums), last
+    return room[:first].view(counts), room[first:-1].view(torch.float64).view(sums), room[-1:]
 
 
 def _flat(tensor: Tensor | None, device: torch.device) -> Tensor | None:

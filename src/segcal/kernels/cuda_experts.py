@@ -4,8 +4,7 @@ With few classes everything about a voxel is in the registers of one thread, and
 many, the scores of a block are a tile ``(CP, BLOCK)``, ``CP`` being the number of classes rounded up to a power of two.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-# mypy: disallow-untyped-decorators=False
+# mypy: ignore-errors
 # (triton infers the types of compiled functions itself)
 # ruff: noqa: RUF005
 # (and adds tuples, but does not unpack them)
@@ -58,7 +57,7 @@ def _sorted(z, CLASSES: tl.constexpr):
     for k in tl.static_range(CLASSES):
         rising = (keys[k] >> 32).to(tl.int32)
         logits = logits + ((rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True),)
-        order = order + (_LAST - (keys[k] & 0x7FFFFFFF).to(tl.int32),)
+        order = order + (-((keys[k] & 0x7FFFFFFF).to(tl.int32) - _LAST),)
     return logits, order
 
 
