@@ -121,7 +121,6 @@ def main() -> None:
         kept = bool((calibrator(logits).argmax(1) == logits.argmax(1)).all())
         print(f"    labels {'kept' if kept else 'moved'}")
     times = -(-(2 * 10**8) // labels.numel())
-    del there
     many, their = logits.repeat(times, 1, 1, 1), labels.repeat(times, 1, 1)
     took = seconds(lambda: segcal.CALIBRATORS["ts"]().fit(many, their, voxels="all"), 3)
     print(f"  ts fit, {their.numel():,} voxels: {took * 1e3:.1f} ms")

@@ -1,0 +1,78 @@
+"""Times with 1, 2, 4, 8, 16 threads: ``python benchmarks/threads.py [--images 30] [--threads 1 2 4 8 16]``.
+
+Logits of 19 x 256 x 512 in float32 lie in memory. Every number of threads has a process of its own, which is given the
+number as users give it, by ``torch.set_num_threads``. Times are the least of several calls after one that compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import segcal
+from segcal.synthetic import SpatialTemperature, scenes
+
+CLASSES, IMAGE = 19, (256, 512)
+# Fits, which take seconds, are timed this often, all else this often.
+FITS, CALLS = 2, 7
+
+
+def least(function: Callable[[], object], calls: int) -> float:
+    function()
+    times = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def measure(images: int) -> dict[str, float]:
+    """Seconds of every operation with the threads of this process."""
+    some = scenes(min(images, 10), size=IMAGE, num_classes=CLASSES, plant=[SpatialTemperature()])
+    times = -(-images // len(some))
+    logits = torch.cat([case.logits for case in some]).repeat(times, 1, 1, 1)[:images]
+    labels = torch.cat([case.labels for case in some]).repeat(times, 1, 1)[:images]
+    found = {"copy": least(lambda: logits.clone(), CALLS)}
+    found["statistics"] = least(lambda: segcal.VoxelStatistics(CLASSES).update(logits, labels), CALLS)
+    for method in ("ts", "dc", "cms-op", "isotonic"):
+        calibrator = segcal.CALIBRATORS[method]()
+        found[f"{method} fit"] = least(lambda own=calibrator: own.fit(logits, labels), FITS)
+        found[f"{method} apply"] = least(lambda own=calibrator: own(logits), CALLS)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=30)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--one", type=int, help="measure this number of threads in this process")
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        torch.set_num_threads(arguments.one)
+        print(json.dumps(measure(arguments.images)))
+        return
+    command = [sys.executable, __file__, "--images", str(arguments.images), "--one"]
+    found = []
+    for count in arguments.threads:
+        started = time.perf_counter()
+        output = subprocess.run([*command, str(count)], stdout=subprocess.PIPE, check=True, text=True).stdout
+        found.append(json.loads(output))
+        print(f"{count} threads: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    print(f"segcal {segcal.__version__}, torch {torch.__version__}, {os.cpu_count()} cores")
+    print(f"{arguments.images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32, seconds")
+    print(f"{'threads':14}" + "".join(f"{count:>9}" for count in arguments.threads) + "   speed-up")
+    for name in found[0]:
+        times = [own[name] for own in found]
+        print(f"{name:14}" + "".join(f"{own:9.3f}" for own in times) + f"{times[0] / min(times):9.1f}x")
+
+
+if __name__ == "__main__":
+    main()
