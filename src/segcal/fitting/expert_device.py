@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.fitting.expert_sums import Sums, full_curvature
+from segcal.fitting.expert_sums import Sums, full_curvature, places
 from segcal.kernels.experts import Features, describe
 from segcal.types import FloatArray
 
@@ -56,23 +56,39 @@ def device_sums(
 ) -> Sums:
     """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``."""
     at = torch.from_numpy(theta).to(rows.x.device)
-    outputs, inputs = theta.shape[1:]
-    nll, gradient = at.new_zeros(len(theta)), torch.zeros_like(at)
+    nll, gradient, products = tensor_sums(rows, at, features, curvature=curvature, experts=experts)
+    sums = products.cpu().numpy()
+    if curvature and features != "own-logit":
+        nested = features == "gaps"
+        sums = np.stack([full_curvature(own, *theta.shape[1:], nested=nested) for own in sums])
+    return Sums(nll.cpu().numpy(), gradient.cpu().numpy(), sums)
+
+
+def tensor_sums(
+    rows: DeviceRows, at: Tensor, features: Features, *, curvature: bool, experts: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """NLL ``(E,)``, gradient like ``at (E, K, J + 1)`` and, on request, products that the curvature is made of."""
+    outputs, inputs = at.shape[1:]
+    nll, gradient = at.new_zeros(len(at)), torch.zeros_like(at)
     vector = features == "own-logit"
     shape = (2 * outputs, 2 * outputs) if vector else (_pairs(outputs) + outputs, _pairs(inputs))
-    products = at.new_zeros((len(theta), *shape) if curvature else 0)
-    for e in range(len(theta)) if experts is None else experts:
+    products = at.new_zeros((len(at), *shape) if curvature else 0)
+    for e in range(len(at)) if experts is None else experts:
         for start in range(rows.first[e], rows.first[e + 1], _ROWS):
             piece = slice(start, min(start + _ROWS, rows.first[e + 1]))
             if vector:
                 _add_vector(rows, at[0], piece, nll, gradient[0], products[0] if curvature else None)
             else:
                 _add(rows, at[e], piece, features, nll[e], gradient[e], products[e] if curvature else None)
-    sums = products.cpu().numpy()
-    if curvature and not vector:
-        nested = features == "gaps"
-        sums = np.stack([full_curvature(own, outputs, inputs, nested=nested) for own in sums])
-    return Sums(nll.cpu().numpy(), gradient.cpu().numpy(), sums)
+    return nll, gradient, products
+
+
+def tensor_curvature(products: Tensor, outputs: int, inputs: int) -> Tensor:
+    """``expert_sums.full_curvature`` of all experts ``(E, P, P)``, except for gaps."""
+    across, within = (torch.from_numpy(places(size)).to(products.device) for size in (outputs, inputs))
+    blocks, ranks = -products[:, across], torch.arange(outputs, device=products.device)
+    blocks[:, ranks, ranks] += products[:, _pairs(outputs) :]
+    return blocks[..., within].transpose(2, 3).reshape(len(products), outputs * inputs, -1)
 
 
 def _add(

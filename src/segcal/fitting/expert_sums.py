@@ -180,7 +180,7 @@ def _products(rows: FloatArray) -> FloatArray:
     return out
 
 
-def _places(rows: int) -> NDArray[np.int64]:
+def places(rows: int) -> NDArray[np.int64]:
     """Where ``_products`` has the product of two rows ``(rows, rows)``."""
     places = np.zeros((rows, rows), np.int64)
     upper = np.triu_indices(rows)
@@ -195,13 +195,13 @@ def full_curvature(products: FloatArray, outputs: int, inputs: int, *, nested: b
     cancel along some directions, and the rounding of float32 there misleads the solver.
     """
     pairs = _pairs(outputs)
-    blocks = -products[:pairs][_places(outputs)]
+    blocks = -products[:pairs][places(outputs)]
     ranks = np.arange(outputs)
     if nested:  # M'diag(p)M at (k, l) is the probability of all ranks beyond max(k, l)
         blocks += products[pairs + np.maximum.outer(ranks, ranks)]
     else:
         blocks[ranks, ranks] += products[pairs:]
-    full: FloatArray = blocks[:, :, _places(inputs)].transpose(0, 2, 1, 3).reshape(outputs * inputs, -1)
+    full: FloatArray = blocks[:, :, places(inputs)].transpose(0, 2, 1, 3).reshape(outputs * inputs, -1)
     return full
 
 

@@ -3,11 +3,13 @@
 One evaluation of a function is a pass over all data, so the solvers count evaluations and never repeat one. The
 solution says whether, and how well, the minimum was reached. ``minimise`` runs any of the step policies ``Newton``,
 ``SampledNewton`` and ``DampedNewton``; ``segcal.solvers.driver`` says when each is taken. ``limited_memory`` is for
-variables so many that no Hessian fits into memory, ``newton_1d`` for one variable, ``adam`` for networks.
+variables so many that no Hessian fits into memory, ``newton_1d`` for one variable, ``newton_of_blocks`` for many small
+problems on a GPU, ``adam`` for networks.
 """
 
 from __future__ import annotations
 
+from segcal.solvers.batched import newton_of_blocks as newton_of_blocks
 from segcal.solvers.damped import DampedNewton as DampedNewton
 from segcal.solvers.driver import Policy as Policy
 from segcal.solvers.driver import minimise as minimise

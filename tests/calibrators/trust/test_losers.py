@@ -7,6 +7,7 @@ from scipy.optimize import minimize, minimize_scalar
 
 from segcal.calibrators.trust import losers
 from segcal.calibrators.trust.losers import WrongVoxels, fit_losers, fit_temperature, loser_scores
+from segcal.fitting.expert_device import DeviceRows
 
 
 def wrong_voxels(classes=4, count=400, seed=0):
@@ -101,3 +102,22 @@ def test_scores_are_those_of_the_formula(size):
         shift = found + expected  # scores are minus u, up to a constant per voxel
         shift = shift - shift.masked_fill(~losing, 0).sum(1, keepdim=True) / losing.sum(1, keepdim=True)
         assert shift[losing].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("strength", [0.1, 1e-3])
+def test_the_solver_of_devices_finds_the_same_optimum(strength, monkeypatch):
+    voxels = wrong_voxels(classes=5, count=900)
+    voxels.logits[:40, 2] = -torch.inf  # an impossible class
+    voxels = voxels.where(((voxels.labels != 2) & (voxels.labels != voxels.logits.argmax(1))).numpy())
+    here = fit_losers(voxels, 4, strengths=(np.inf, strength))
+
+    def there(_, own):
+        return DeviceRows.of(own.logits, own.labels, torch.from_numpy(own.weights), "margins", 5)
+
+    monkeypatch.setattr(losers._Matrices, "_rows", there)
+    monkeypatch.setattr(losers, "minimise", None)  # the other solver is not needed
+    found = fit_losers(voxels, 4, strengths=(np.inf, strength))
+    assert found.strength == here.strength == strength
+    assert found.certificate <= 1e-8
+    np.testing.assert_allclose(found.change, here.change, atol=1e-5)
+    assert found.nll_after == pytest.approx(here.nll_after, abs=1e-9)

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.fitting.expert_device import DeviceRows, device_sums
+from segcal.fitting.expert_device import DeviceRows, device_sums, tensor_curvature, tensor_sums
 from segcal.fitting.expert_sums import Rows, expert_sums
 from segcal.fitting.limits import Limits
 from segcal.kernels import ExpertMap, cuda_kernels, fast_maps
 from segcal.scores import DEPTH, only_possible
-from segcal.solvers import Newton, minimise, newton_1d
+from segcal.solvers import Newton, minimise, newton_1d, newton_of_blocks
 from segcal.types import FloatArray
 
 #: Strengths of the penalty that are tried; infinity leaves one temperature.
@@ -169,6 +169,26 @@ class _Matrices(_Problem):
         else:
             found = expert_sums(self.rows, theta, "margins", curvature=curvature, threads=torch.get_num_threads())
         return found.nll, found.gradient.reshape(self.classes, -1), list(found.curvature)
+
+    def fit(self, strength: float, start: FloatArray, tolerance: float) -> tuple[FloatArray, float, bool]:
+        """On a device, all steps are taken there; no sensible map comes near the bounds."""
+        if isinstance(self.rows, DeviceRows):
+            begin = torch.from_numpy(start.reshape(self.classes, -1)).to(self.rows.x)
+            found = newton_of_blocks(lambda x: self._there(x, strength), begin, tolerance)
+            if found.converged and float(found.x.abs().max()) < _LARGEST:
+                return found.x.cpu().numpy().ravel(), found.certificate, True
+        return super().fit(strength, start, tolerance)
+
+    def _there(self, x: Tensor, strength: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``objective`` in tensors."""
+        ridge = strength / x.shape[1]
+        unit = torch.eye(*self.shape[1:], dtype=x.dtype, device=x.device)
+        theta = x.view(self.shape) + self.temperature * unit
+        nll, gradient, products = tensor_sums(self.rows, theta, "margins", curvature=True)
+        hessians = tensor_curvature(products, *self.shape[1:]) / self.total
+        hessians.diagonal(dim1=1, dim2=2).add_(ridge)
+        values = nll / self.total + 0.5 * ridge * x.square().sum(1)
+        return values, gradient.flatten(1) / self.total + ridge * x, hessians
 
 
 class _Biases(_Problem):
