@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import segcal
-from segcal.calibrators.trust import TrustCalibration, calibrator, fit, losers, network, tiles
+from segcal.calibrators.trust import TrustCalibration, calibrator, fit, losers, network, slopes, tiles
 from segcal.cases import CaseSet
 
 METRICS = ("nll", "brier", "ece", "ba-ece")
@@ -120,9 +120,9 @@ def _raise_winner(self: Any, tile: Any) -> tuple[Tensor, Tensor]:
     return (p / p.sum(1, keepdim=True)).clamp(min=1e-38).log(), (raised > q)[:, 0]
 
 
-def _one_fold(own: network.TrustNetwork, sample: network.Sample, seed: int) -> None:
+def _one_fold(own: network.TrustNetwork, sample: network.Sample, offsets: Tensor, seed: int) -> None:
     """Networks that see all cases, also those that they are judged by."""
-    network.train(own, sample._replace(folds=torch.full_like(sample.folds, -1)), seed)
+    network.train(own, sample._replace(folds=torch.full_like(sample.folds, -1)), offsets, seed)
 
 
 VARIANTS: dict[str, Callable[[], Any]] = {
@@ -131,6 +131,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "trust, winner raised": lambda: patch.object(TrustCalibration, "_level", _raise_winner),
     "trust, losers by one temperature": lambda: patch.object(losers.fit_losers, "__defaults__", ((np.inf,),)),
     "trust, losers by biases": lambda: patch.object(losers, "_MATRICES", 2),
+    "trust, no linear maps": lambda: patch.object(slopes, "_RIDGE", 1e9),
     "trust, no windows": lambda: _blind(slice(6, 15)),
     "trust, no image features": lambda: _blind(slice(15, 18)),
     "trust, no guard": lambda: patch.object(

@@ -44,6 +44,19 @@ def test_vector_scaling_stored_as_a_matrix(prefix, tmp_path):
         segcal.load(path)
 
 
+def test_trust_without_linear_corrections(tmp_path):
+    fitted, path, z = CALIBRATORS["trust"]().fit(CASES), tmp_path / "c.safetensors", CASES[0].logits
+    fitted.share.fill_(0.5)
+    fitted.network.last.fill_(0.1)
+    fitted.network.classes.fill_(1.0)
+    fitted.save(path)
+    rewritten(path, lambda about, tensors: tensors.pop("slopes"))
+    assert torch.equal(segcal.load(path)(z), fitted(z))
+    rewritten(path, lambda about, tensors: tensors.pop("losers"))
+    with pytest.raises(DataError, match="holds the tensors"):
+        segcal.load(path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("features", ["logits", "own-logit", "log-probs"])
 def test_ordinary_logits_are_mapped_by_the_plain_formula(features, dtype):

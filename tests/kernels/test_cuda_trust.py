@@ -10,6 +10,7 @@ from segcal.calibrators.trust.levelling import BELOW, level
 from segcal.calibrators.trust.network import _WIDEST as WIDEST
 from segcal.calibrators.trust.network import TrustNetwork
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
+from segcal.calibrators.trust.slopes import COLUMNS, linear_correction
 from segcal.synthetic import scenes
 
 cuda_trust = pytest.importorskip("segcal.kernels.cuda_trust")
@@ -86,17 +87,18 @@ def test_networks(inputs: int) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_odds(share: float) -> None:
     random = torch.Generator().manual_seed(0)
-    rest = -3 * torch.rand(2, 3, 15, 26, generator=random)  # strided, as a feature among others is
+    x, winner = -3 * torch.rand(2, 18, 15, 26, generator=random), torch.randint(4, (2, 15, 26), generator=random)
+    slopes = 0.3 * torch.randn(4, COLUMNS, generator=random).double()
     correction = torch.randn(2, 15, 26, generator=random)
     maps, judged = (0.5 * bin_centres() - 0.2, 0.9 * bin_centres().clamp(-8, 8)), torch.tensor([1.0, 0.25]).double()
-    exact = rest[:, 1].double()
+    exact = x[:, 0].double()
     plain = torch.log1p(-exact.clamp(max=-1e-6).exp()) - exact
     mapped = apply_rising(maps[0], plain)
     if share:
-        mapped = apply_rising(maps[1], mapped + share * correction.double())
+        mapped = apply_rising(maps[1], mapped + share * (correction + linear_correction(slopes, x, winner, mapped)))
     expected = torch.lerp(plain, mapped, judged.view(2, 1, 1))
     given = correction.to(DEVICE) if share else None
-    found = cuda_trust.odds(rest.to(DEVICE)[:, 1], given, maps, share, judged.to(DEVICE))
+    found = cuda_trust.odds(x.to(DEVICE), winner.to(DEVICE), given, (*maps, slopes), share, judged.to(DEVICE))
     torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-6)
 
 

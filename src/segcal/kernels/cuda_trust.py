@@ -97,16 +97,22 @@ def correct(features: Tensor, winner: Tensor, weights: tuple[Tensor, ...], wides
     return out
 
 
-def odds(rest: Tensor, correction: Tensor | None, maps: tuple[Tensor, Tensor], share: float, known: Tensor) -> Tensor:
-    """Log-odds of the winner ``(N, *spatial)`` float32; ``known (N,)`` is how far each image is judged by the maps."""
-    x = rest.flatten(1)
-    images, voxels = x.shape
-    first, second = (own.to(x.device, torch.float64) for own in maps)
-    out, programs = x.new_empty(rest.shape), -(-voxels // _ROW)
+def odds(
+    features: Tensor, winner: Tensor, correction: Tensor | None, maps: tuple[Tensor, Tensor, Tensor], share: float,
+    known: Tensor,
+) -> Tensor:  # fmt: skip
+    """Log-odds of the winner ``(N, *spatial)`` float32, from all features and the networks' correction.
+
+    ``maps`` are both rising maps and the linear ones; ``known (N,)`` is how far each image is judged by them.
+    """
+    x = features.contiguous().flatten(2)
+    images, inputs, voxels = x.shape
+    tables = (own.to(x.device, torch.float64).contiguous() for own in maps)
+    out, programs = x.new_empty(winner.shape), -(-voxels // _ROW)
     loops.odds_loop[(images * programs,)](
-        x, x if correction is None else correction.contiguous(), first, second, known.double().contiguous(), out,
-        programs, voxels, x.stride(0), share, BINS=LOGIT_BINS, ORIGIN=LIMIT - WIDTH / 2, WIDTH=WIDTH,
-        CORRECTED=share > 0, BLOCK=_ROW,
+        x, winner.contiguous(), x if correction is None else correction.contiguous(), *tables,
+        known.double().contiguous(), out, programs, voxels, inputs, share, BINS=LOGIT_BINS, ORIGIN=LIMIT - WIDTH / 2,
+        WIDTH=WIDTH, CORRECTED=share > 0, POINTS=_POINTS, BLOCK=_ROW,
     )  # fmt: skip
     return out
 

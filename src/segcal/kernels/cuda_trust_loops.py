@@ -274,17 +274,24 @@ def _risen(values, place, BINS: tl.constexpr):
 
 @triton.jit
 def odds_loop(
-    rest, correction, first, second, known, out, programs, voxels, by_image, share,
-    BINS: tl.constexpr, ORIGIN: tl.constexpr, WIDTH: tl.constexpr, CORRECTED: tl.constexpr, BLOCK: tl.constexpr,
+    x, winner, correction, first, second, slopes, known, out, programs, voxels, inputs, share,
+    BINS: tl.constexpr, ORIGIN: tl.constexpr, WIDTH: tl.constexpr, CORRECTED: tl.constexpr, POINTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Log-odds of the winner ``(N, V)`` from ``log(1 - p1)`` and the networks' correction."""
+    """Log-odds of the winner ``(N, V)`` from the features ``(N, J, V)``, of which the first is ``log(1 - p1)``, and the
+    networks' correction."""
     image, v = _image_and_voxels(programs, BLOCK)
     inside = v < voxels
-    r = tl.minimum(tl.load(rest + image * by_image + v, mask=inside, other=-1.0).to(tl.float64), -1e-6)
+    own_features = x + image * inputs * voxels + v
+    r = tl.minimum(tl.load(own_features, mask=inside, other=-1.0).to(tl.float64), -1e-6)
     plain = tl.log(1.0 - tl.exp(r)) - r
     odds = _risen(first, (plain + ORIGIN) / WIDTH, BINS)
     if CORRECTED:
+        own = slopes + tl.load(winner + image * voxels + v, mask=inside, other=0) * (2 + POINTS)
         change = tl.load(correction + image * voxels + v, mask=inside, other=0.0).to(tl.float64)
+        change += tl.load(own) + tl.load(own + 1) * odds
+        for j in tl.static_range(POINTS):
+            change += tl.load(own + 2 + j) * tl.load(own_features + j * voxels, mask=inside, other=0.0).to(tl.float64)
         odds = _risen(second, (odds + share * change + ORIGIN) / WIDTH, BINS)
     odds = plain + tl.load(known + image) * (odds - plain)
     tl.store(out + image * voxels + v, odds.to(tl.float32), mask=inside)

@@ -130,15 +130,21 @@ def correct(features: Tensor, winner: Tensor, weights: tuple[Tensor, ...], wides
     return torch.from_numpy(out).view(winner.shape)
 
 
-def odds(rest: Tensor, correction: Tensor | None, maps: tuple[Tensor, Tensor], share: float, known: Tensor) -> Tensor:
-    """Log-odds of the winner ``(N, *spatial)`` float32; ``known (N,)`` is how far each image is judged by the maps."""
-    x = rest.contiguous().flatten(1).numpy()
-    added = x if correction is None else correction.contiguous().flatten(1).numpy()
-    tables, out = tuple(own.cpu().numpy() for own in maps), np.empty(x.shape, np.float32)
+def odds(
+    features: Tensor, winner: Tensor, correction: Tensor | None, maps: tuple[Tensor, Tensor, Tensor], share: float,
+    known: Tensor,
+) -> Tensor:  # fmt: skip
+    """Log-odds of the winner ``(N, *spatial)`` float32, from all features and the networks' correction.
+
+    ``maps`` are both rising maps and the linear ones; ``known (N,)`` is how far each image is judged by them.
+    """
+    x, who = features.contiguous().flatten(2).numpy(), winner.contiguous().flatten(1).numpy()
+    added = x[:, 0] if correction is None else correction.contiguous().flatten(1).numpy()
+    tables, out = tuple(own.cpu().numpy() for own in maps), np.empty(who.shape, np.float32)
 
     def work(start: int, stop: int, _: int) -> None:
         for n, judged in enumerate(known.tolist()):
-            odds_range(x[n], added[n], start, stop, *tables, share, judged, LIMIT - WIDTH / 2, WIDTH, out[n])
+            odds_range(x[n], who[n], added[n], start, stop, *tables, share, judged, LIMIT - WIDTH / 2, WIDTH, out[n])
 
-    _in_parts(x.shape[1], work)
-    return torch.from_numpy(out).view(rest.shape)
+    _in_parts(who.shape[1], work)
+    return torch.from_numpy(out).view(winner.shape)

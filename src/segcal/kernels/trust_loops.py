@@ -304,15 +304,21 @@ def _risen(values, place):
 
 
 @elementwise
-def odds_range(rest, correction, start, stop, first, second, share, known, origin, width, out):
-    """Log-odds of the winner ``(V,)`` from ``log(1 - p1)`` and the networks' correction; see ``TrustCalibration``."""
-    rest, correction, out, per_bin = rest[start:stop], correction[start:stop], out[start:stop], 1 / width
+def odds_range(x, winner, correction, start, stop, first, second, slopes, share, known, origin, width, out):
+    """Log-odds of the winner ``(V,)`` from the features ``x (J, V)``, of which the first is ``log(1 - p1)``, and the
+    networks' correction; see ``TrustCalibration``."""
+    x, winner, correction, out = x[:, start:stop], winner[start:stop], correction[start:stop], out[start:stop]
+    per_bin = 1 / width
     for v in range(stop - start):
-        r = min(np.float64(rest[v]), -1e-6)
+        r = min(np.float64(x[0, v]), -1e-6)
         out[v] = log(1.0 - exp64(r)) - r
     for v in range(stop - start):
         plain = np.float64(out[v])
         odds = _risen(first, (plain + origin) * per_bin)
         if share > 0:
-            odds = _risen(second, (odds + share * correction[v] + origin) * per_bin)
+            own = slopes[winner[v]]
+            line = own[0] + own[1] * odds
+            for j in range(2, len(own)):
+                line += own[j] * x[j - 2, v]
+            odds = _risen(second, (odds + share * (correction[v] + line) + origin) * per_bin)
         out[v] = plain + known * (odds - plain)

@@ -7,6 +7,7 @@ from segcal.calibrators.trust.features import features, voxel_maps
 from segcal.calibrators.trust.levelling import BELOW, level
 from segcal.calibrators.trust.network import TrustNetwork
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
+from segcal.calibrators.trust.slopes import COLUMNS, linear_correction
 from segcal.kernels import trust_cpu
 from segcal.synthetic import scenes
 
@@ -94,12 +95,20 @@ def test_networks(inputs):
 
 def test_odds():
     generator = torch.Generator().manual_seed(0)
-    rest = -3 * torch.rand(2, 50, 60, generator=generator).double()
+    x = -3 * torch.rand(2, 18, 50, 60, generator=generator).double()
+    winner = torch.randint(4, (2, 50, 60), generator=generator)
+    slopes = 0.3 * torch.randn(4, COLUMNS, generator=generator).double()
     correction = torch.randn(2, 50, 60, generator=generator).double()
     first, second = 0.5 * bin_centres() - 0.2, 0.9 * bin_centres().clamp(-8, 8)
     judged = torch.tensor([1.0, 0.25]).double()
-    plain = torch.log1p(-rest.clamp(max=-1e-6).exp()) - rest
-    mapped = apply_rising(second, apply_rising(first, plain) + 0.5 * correction)
+    plain = torch.log1p(-x[:, 0].clamp(max=-1e-6).exp()) - x[:, 0]
+    start = apply_rising(first, plain)
+    linear = torch.stack([
+        slopes[k, 0] + slopes[k, 1] * s + slopes[k, 2:] @ point
+        for k, s, point in zip(winner.flatten(), start.flatten(), x[:, :5].movedim(1, -1).reshape(-1, 5), strict=True)
+    ]).view(winner.shape)  # fmt: skip
+    torch.testing.assert_close(linear_correction(slopes, x, winner, start), linear)
+    mapped = apply_rising(second, start + 0.5 * (correction + linear))
     expected = torch.lerp(plain, mapped, judged.view(2, 1, 1))
-    found = trust_cpu.odds(rest.float(), correction.float(), (first, second), 0.5, judged)
+    found = trust_cpu.odds(x.float(), winner, correction.float(), (first, second, slopes), 0.5, judged)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from segcal.calibrators.trust.levelling import BELOW, level
 from segcal.calibrators.trust.losers import LIMITS, TEMPERATURE_LIMITS, columns, explain, fit_losers, loser_scores
 from segcal.calibrators.trust.network import SMALLEST_SCALE, TrustNetwork, held_out_loss, network_shapes, train
 from segcal.calibrators.trust.rising import apply_rising, bin_centres
+from segcal.calibrators.trust.slopes import COLUMNS, Slopes, fit_slopes, linear_correction
 from segcal.calibrators.trust.tiles import Images, Tile, by_class, images_at_once, tiles
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
@@ -40,9 +41,10 @@ class TrustCalibration(Calibrator):
     Any distribution is ``p_k = q`` for the winner k and ``p_j = (1 - q) r_j`` for the losers. Its NLL is that of q
     ("is the prediction right?", on all voxels) plus that of r (on wrong voxels only), so each is fitted on its own.
 
-    - q: the log-odds of ``ts`` through an isotonic map, plus w times a correction by small networks that see how
-      confident and how uniform the neighbourhood is, through a second isotonic map that is fitted out of fold. w is the
-      one of lowest out-of-fold NLL among those whose per-image ECE is within a standard error of the lowest.
+    - q: the log-odds of ``ts`` through an isotonic map, plus w times a correction, through a second isotonic map that
+      is fitted out of fold. The correction is a linear map of each predicted class, plus small networks that see how
+      confident and how uniform the neighbourhood is. w is the one of lowest out-of-fold NLL among those whose per-image
+      ECE is within a standard error of the lowest.
     - r: convex maps of the margins, one for each predicted class, exactly fitted with an out-of-fold penalty.
     - Where a loser would reach the winner, the losers are levelled: lowered just enough (``levelling``).
     - An image unlike those of the fit is given the probabilities of ``ts``, the more the stranger it is.
@@ -69,6 +71,7 @@ class TrustCalibration(Calibrator):
     first: Tensor  # isotonic map of the log-odds of ts, at the centres of fine bins
     second: Tensor  # isotonic map of the corrected log-odds
     share: Tensor  # w
+    slopes: Tensor  # the linear correction of every winner
     temperature: Tensor  # b, of the losers
     losers: Tensor  # A and B, of every winner
     usual: Tensor  # the images of the fit, as the guard describes them
@@ -89,12 +92,14 @@ class TrustCalibration(Calibrator):
         for name in ("first", "second"):
             self.register_buffer(name, bin_centres())
         self.register_buffer("losers", torch.zeros(0, 0, 0, dtype=double))
+        self.register_buffer("slopes", torch.zeros(0, COLUMNS, dtype=double))
         self.register_buffer("usual", torch.zeros(SUMMARY, dtype=double))
         self.register_buffer("whiten", torch.eye(SUMMARY, dtype=double))
 
     def allocate(self, num_classes: int) -> None:
         """The odds of ``ts``, and networks that change nothing."""
         self.losers = self.losers.new_zeros(num_classes, num_classes, columns(num_classes))
+        self.slopes = self.slopes.new_zeros(num_classes, COLUMNS)
         self.network = TrustNetwork(len(NAMES) + 1, num_classes, trust_fit.FOLDS).requires_grad_(False)
 
     def shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
@@ -103,9 +108,15 @@ class TrustCalibration(Calibrator):
         network = network_shapes(len(NAMES) + 1, num_classes, trust_fit.FOLDS)
         return (
             own
-            | {"losers": (num_classes, num_classes, columns(num_classes))}
+            | {"losers": (num_classes, num_classes, columns(num_classes)), "slopes": (num_classes, COLUMNS)}
             | {f"network.{name}": shape for name, shape in network.items()}
         )
+
+    def upgraded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Earlier versions had no linear corrections."""
+        if "slopes" in tensors or "losers" not in tensors:
+            return tensors
+        return {**tensors, "slopes": self.slopes.new_zeros(*tensors["losers"].shape[:1], COLUMNS)}
 
     def limits(self) -> dict[str, Limits]:
         """Rising maps, shares, and bounds of the fit."""
@@ -132,12 +143,14 @@ class TrustCalibration(Calibrator):
         seen = trust_fit.survey(cases, self.beta, folds, data.seed)
         self.first.copy_(seen.odds.rising())
         self._remember_images(cases, seen.summaries)
+        slopes = Slopes(self.slopes, 0.0, True)
         if folds is None:
             groups = len(set(cases.case_groups.values()))
             few = f"{groups} cases or groups are fewer than {trust_fit.FEWEST_GROUPS}"
             notes.append(f"{few}: w = 0, so q depends on the confidence alone, and one temperature serves all losers")
         else:
-            notes += self._fit_network(cases, seen, folds, data.seed)
+            slopes, said = self._fit_correction(cases, seen, folds, data.seed)
+            notes += said
         if not seen.mistakes:
             notes.append("no voxel is wrong: nothing is known about the losers")
         found = fit_losers(seen.wrong, 0 if folds is None else trust_fit.FOLDS)
@@ -154,7 +167,8 @@ class TrustCalibration(Calibrator):
             self.fitted.fill_(0.0)
             notes.append(f"NLL {compared(after, by_temperature)} that of ts, which is kept")
             after = by_temperature
-        return Fitted(before, after, found.converged, found.certificate, 1, seen.voxels, notes)
+        certificate = max(found.certificate, slopes.certificate)
+        return Fitted(before, after, found.converged and slopes.converged, certificate, 1, seen.voxels, notes)
 
     def _remember_images(self, cases: CaseSet, summaries: Tensor) -> None:
         """What the images of the fit look like, and what their logits were pooled from."""
@@ -165,20 +179,29 @@ class TrustCalibration(Calibrator):
             for own, found in zip((self.usual, self.whiten, self.reach), fit_guard(summaries), strict=True):
                 own.copy_(found)
 
-    def _fit_network(self, cases: CaseSet, seen: trust_fit.Survey, folds: dict[str, int], seed: int) -> list[str]:
-        """Train the networks and choose w; returns notes."""
+    def _fit_correction(
+        self, cases: CaseSet, seen: trust_fit.Survey, folds: dict[str, int], seed: int
+    ) -> tuple[Slopes, list[str]]:
+        """Fit the linear maps, train the networks on top of them and choose w; returns the linear maps and notes."""
         device = seen.sample.features.device
         notes = [] if device.type == "cpu" else [f"trained on {device}"]
-        sample = seen.sample._replace(offset=apply_rising(self.first, seen.sample.offset))
+        start = apply_rising(self.first, seen.sample.offset)
+        sample = seen.sample._replace(offset=start)
+        slopes = fit_slopes(sample, cases.num_classes, trust_fit.FOLDS)
+        self.slopes.copy_(slopes.values.mean(0))
+        offsets = torch.stack(
+            [start + linear_correction(own, sample.features, sample.winner, start) for own in slopes.values]
+        )
         if cases.num_members is not None:
             without = sample._replace(features=sample.features[:, :-1])
-            train(self.network, without, seed)
-            alone = held_out_loss(self.network, without)
-        train(self.network, sample, seed)
+            train(self.network, without, offsets, seed)
+            alone = held_out_loss(self.network, without, offsets)
+        train(self.network, sample, offsets, seed)
         if cases.num_members is not None:
-            gained = compared(held_out_loss(self.network, sample), alone)
+            gained = compared(held_out_loss(self.network, sample, offsets), alone)
             notes.append(f"with the members' disagreement, out-of-fold NLL of right or wrong {gained} that without")
-        chosen, tried = trust_fit.choose_share(cases, self.beta, folds, self.network, self.first)
+        judges = trust_fit.Judges(self.first, slopes.values, self.network)
+        chosen, tried = trust_fit.choose_share(cases, self.beta, folds, judges)
         self.share.fill_(chosen.share)
         self.second.copy_(chosen.values)
         every = (f"w = {one.share:g} {one.nll:.5f} and {one.ece:.5f}" for one in tried)
@@ -186,7 +209,7 @@ class TrustCalibration(Calibrator):
             f"out-of-fold NLL of right or wrong and ECE: {', '.join(every)}; w = {chosen.share:g} is taken, the lowest "
             "NLL with an ECE within a standard error of the lowest"
         )
-        return notes
+        return slopes, notes
 
     def _measure(self, cases: CaseSet) -> tuple[float, int]:
         """The NLL, and how many voxels are levelled."""
@@ -205,11 +228,14 @@ class TrustCalibration(Calibrator):
         if (kernels := trust_maps(features)) is not None:
             share = float(self.share)
             correction = self.network.correction(features, tile.winner) if share else None
-            found: Tensor = kernels.odds(features[:, 0], correction, (self.first, self.second), share, judged)
+            maps = self.first, self.second, self.slopes
+            found: Tensor = kernels.odds(features, tile.winner, correction, maps, share, judged)
             return found
         plain = log_odds(features)
+        start = apply_rising(self.first, plain)
         correction = self.network.correction(features, tile.winner).to(plain)
-        corrected = apply_rising(self.first, plain) + self.share.to(plain) * correction
+        correction = correction + linear_correction(self.slopes, features, tile.winner, start)
+        corrected = start + self.share.to(plain) * correction
         odds = torch.where(self.share.to(plain) > 0, apply_rising(self.second, corrected), corrected)
         return torch.lerp(plain, odds, _by_image(judged, plain))
 

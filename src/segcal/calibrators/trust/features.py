@@ -40,6 +40,8 @@ NAMES = (
     "p1 of the image",
     "log(1 - p1) of the image",
 )
+#: How many of them, the first ones, are point features: what a voxel alone says.
+POINT = 5
 
 
 # Shares of changes below this are all alike.

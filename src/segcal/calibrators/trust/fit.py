@@ -14,6 +14,7 @@ from segcal.calibrators.trust.features import log_odds
 from segcal.calibrators.trust.losers import WrongVoxels
 from segcal.calibrators.trust.network import Sample, TrustNetwork
 from segcal.calibrators.trust.rising import OddsHistogram, apply_rising
+from segcal.calibrators.trust.slopes import linear_correction
 from segcal.calibrators.trust.tiles import Images, Tile, by_class, tiles
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
@@ -176,45 +177,50 @@ class Choice(NamedTuple):
     values: Tensor
 
 
-def choose_share(
-    cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor
-) -> tuple[Choice, list[Choice]]:
+class Judges(NamedTuple):
+    """The first map, and for every fold linear maps ``(F, C, COLUMNS)`` and a network that did not see its cases."""
+
+    first: Tensor
+    slopes: Tensor
+    network: TrustNetwork
+
+    def mixtures(self, tile: Tile, seen: Valid, fold: int) -> Iterator[Tensor]:
+        """Log-odds ``(n,)`` of the valid voxels for every w."""
+        start = apply_rising(self.first, seen.log_odds.float())
+        features = by_class(tile.features)[:, seen.where].T
+        correction = self.network.correction(tile.features, tile.winner, fold).flatten()[seen.where]
+        correction = correction + linear_correction(self.slopes[fold], features, seen.winner, start)
+        return (start + share * correction for share in SHARES)
+
+
+def choose_share(cases: CaseSet, beta: Tensor, folds: dict[str, int], judges: Judges) -> tuple[Choice, list[Choice]]:
     """The w of the lowest NLL among those whose mean ECE is within a paired standard error of the lowest one."""
-    histograms = in_shares(_odds_of_shares, cases, beta, folds, network, first, merge=added)
+    histograms = in_shares(_odds_of_shares, cases, beta, folds, judges, merge=added)
     maps = [histogram.rising() for histogram in histograms]
-    nll, tables = in_shares(_bins_of_shares, cases, beta, folds, network, first, maps, merge=added)
+    nll, tables = in_shares(_bins_of_shares, cases, beta, folds, judges, maps, merge=added)
     return _chosen(nll, np.stack([tables[name] for name in cases.ids if tables[name][0, 0].any()]), maps)
 
 
-def _odds_of_shares(
-    cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor
-) -> tuple[OddsHistogram, ...]:
+def _odds_of_shares(cases: CaseSet, beta: Tensor, folds: dict[str, int], judges: Judges) -> tuple[OddsHistogram, ...]:
     """A histogram of the log-odds for every w."""
     histograms = tuple(OddsHistogram() for _ in SHARES)
     for case, tile, seen in tiles_of(cases, beta):
-        for histogram, odds in zip(histograms, _mixtures(tile, seen, first, network, folds[case.id]), strict=True):
+        for histogram, odds in zip(histograms, judges.mixtures(tile, seen, folds[case.id]), strict=True):
             histogram.add(odds, seen.right)
     return histograms
 
 
 def _bins_of_shares(
-    cases: CaseSet, beta: Tensor, folds: dict[str, int], network: TrustNetwork, first: Tensor, maps: list[Tensor]
+    cases: CaseSet, beta: Tensor, folds: dict[str, int], judges: Judges, maps: list[Tensor]
 ) -> tuple[FloatArray, dict[str, FloatArray]]:
     """The NLL of every w, and the bins of every case."""
     nll, tables = np.zeros(len(SHARES)), {name: np.zeros((len(SHARES), 3, _BINS)) for name in cases.ids}
     for case, tile, seen in tiles_of(cases, beta):
-        for place, odds in enumerate(_mixtures(tile, seen, first, network, folds[case.id])):
+        for place, odds in enumerate(judges.mixtures(tile, seen, folds[case.id])):
             loss, table = _binned(apply_rising(maps[place], odds), seen.right)
             nll[place] += loss
             tables[case.id][place] += table
     return nll, tables
-
-
-def _mixtures(tile: Tile, seen: Valid, first: Tensor, network: TrustNetwork, fold: int) -> Iterator[Tensor]:
-    """Log-odds ``(n,)`` for every w, by the network that did not see the case."""
-    start = apply_rising(first, seen.log_odds.float())
-    correction = network.correction(tile.features, tile.winner, fold).flatten()[seen.where]
-    return (start + share * correction for share in SHARES)
 
 
 def _binned(log_odds: Tensor, right: Tensor) -> tuple[float, NDArray[np.float64]]:

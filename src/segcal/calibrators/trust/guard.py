@@ -6,13 +6,15 @@ is. Its distance is Mahalanobis', with the covariance of the images of the fit, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 #: With fewer images than this their covariance says nothing, and no image counts as strange.
 FEWEST_IMAGES = 8
-# Images up to this quantile of the distances of the fit, each by all others, are judged in full; from this many times
-# as far on they are not.
+# At least this share of further images of the same kind are judged in full; from this many times as far on as the reach
+# they are not.
 _USUAL, _STRANGE = 0.9, 1.5
 # Standard deviations below this are rounding.
 _SMALLEST = 1e-6
@@ -20,6 +22,9 @@ _SMALLEST = 1e-6
 
 def fit_guard(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From ``summaries (n, J)``: centre ``(J,)``, a matrix ``(J, J)`` that turns distances into lengths, reach.
+
+    The reach is the conformal quantile of the distances of the images, each by all others: the ``0.9 (n + 1)``-th,
+    rounded up, so that few images make it no shorter than it should be.
 
     Examples:
         >>> centre, whiten, reach = fit_guard(torch.randn(100, 5, dtype=torch.float64))
@@ -34,7 +39,8 @@ def fit_guard(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     outer = away.unsqueeze(2) * away.unsqueeze(1) * (count / (count - 1))
     others = _whiten((scatter - outer) / (count - 2), count - 1)
     distances = torch.einsum("nij,nj->ni", others, away * (count / (count - 1))).norm(dim=1)
-    return centre, whiten, distances.quantile(_USUAL).clamp(min=1.0)
+    rank = min(count, math.ceil(_USUAL * (count + 1)))
+    return centre, whiten, distances.kthvalue(rank).values.clamp(min=1.0)
 
 
 def _whiten(covariance: Tensor, count: int) -> Tensor:

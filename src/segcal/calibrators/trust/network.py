@@ -77,7 +77,7 @@ def network_shapes(features: int, num_classes: int, folds: int) -> dict[str, tup
 
 
 class Sample(NamedTuple):
-    """Voxels to train on: ``features (n, J)``, and of each ``(n,)`` the winner, the log-odds without the network,
+    """Voxels to train on: ``features (n, J)``, and of each ``(n,)`` the winner, the log-odds that are corrected,
     whether the prediction is right (0 or 1), how many voxels it stands for, and the fold of its case."""
 
     features: Tensor
@@ -88,10 +88,11 @@ class Sample(NamedTuple):
     folds: Tensor
 
 
-def train(network: TrustNetwork, sample: Sample, seed: int) -> None:
+def train(network: TrustNetwork, sample: Sample, offsets: Tensor, seed: int) -> None:
     """Fit network f to all voxels but those of fold f, by weighted binary cross-entropy; they take steps together.
 
-    Without voxels in more than one fold there is nothing to fit to, and the corrections stay zero.
+    ``offsets (F, n)`` are the log-odds that each network adds to. Without voxels in more than one fold there is nothing
+    to fit to, and the corrections stay zero.
     """
     count = len(network.last)
     folds = sample.folds.cpu()
@@ -120,7 +121,7 @@ def train(network: TrustNetwork, sample: Sample, seed: int) -> None:
             chosen = torch.stack([order[turns % len(order)] for order in orders]).to(device)
             for index in torch.split(chosen, size, 1):
                 kept = (torch.rand(count, size, HIDDEN, generator=noise, device=device) >= _DROPOUT) / (1 - _DROPOUT)
-                odds = sample.offset[index] + network(sample.features[index], sample.winner[index], dropout=kept)
+                odds = offsets.gather(1, index) + network(sample.features[index], sample.winner[index], dropout=kept)
                 losses = nn.functional.binary_cross_entropy_with_logits(odds, sample.right[index], reduction="none")
                 optimiser.zero_grad()
                 (weights[index] * losses).mean(1).sum().backward()  # type: ignore[no-untyped-call]
@@ -129,9 +130,9 @@ def train(network: TrustNetwork, sample: Sample, seed: int) -> None:
     network.requires_grad_(False).cpu()
 
 
-def held_out_loss(network: TrustNetwork, sample: Sample) -> float:
+def held_out_loss(network: TrustNetwork, sample: Sample, offsets: Tensor) -> float:
     """Weighted binary cross-entropy of the sample, each voxel by the network that did not see its case."""
     with torch.no_grad():
-        corrections = network(sample.features, sample.winner).gather(0, sample.folds[None])[0]
-    losses = nn.functional.binary_cross_entropy_with_logits(sample.offset + corrections, sample.right, reduction="none")
+        odds = (offsets + network(sample.features, sample.winner)).gather(0, sample.folds[None])[0]
+    losses = nn.functional.binary_cross_entropy_with_logits(odds, sample.right, reduction="none")
     return float(sample.weights.double() @ losses.double() / sample.weights.double().sum())
