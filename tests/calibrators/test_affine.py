@@ -41,8 +41,8 @@ def test_vector_scaling_recovers_scales_and_biases():
 
 def test_vector_scaling_of_a_hundred_classes_is_at_scipys_optimum():
     random = np.random.default_rng(0)
-    z = torch.from_numpy(2 * random.normal(size=(2000, 100))).float()
-    scale, bias = random.uniform(0.7, 1.1, 100), 0.5 * random.normal(size=100)
+    z = torch.from_numpy(2 * random.normal(size=(6000, 100))).float()
+    scale, bias = random.uniform(0.7, 1.1, 100), 0.3 * random.normal(size=100)
     y = torch.from_numpy((z.double().numpy() * scale + bias + random.gumbel(size=z.shape)).argmax(1))
     calibrator = CALIBRATORS["vs"]().fit(z, y, voxels="all")
     assert calibrator.weight.shape == (1, 100, 1)

@@ -4,11 +4,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from reference.calibrators import drawn
 from segcal.calibrators import CALIBRATORS
 from segcal.cases.caseset import tensors_as_cases
-from segcal.fitting import cost, expert_exact, first_pass
+from segcal.fitting import cost, expert_exact, expert_limited, first_pass
 from segcal.fitting.expert_exact import fit_exactly
 from segcal.fitting.expert_form import Strengths
 from segcal.fitting.expert_problem import ExpertProblem
@@ -28,7 +30,8 @@ def no_hessians(monkeypatch):
 
 def objective(form, strengths, first, theta):
     """Mean NLL plus penalties."""
-    penalties, _ = expert_exact._penalties(form, strengths, first, form.scaled_identity(first.beta()))
+    unseen = expert_exact._unseen_shifts(form, strengths)
+    penalties, _ = expert_exact._penalties(form, strengths, first, form.scaled_identity(first.beta()), unseen)
     problem = ExpertProblem(form, first, penalties)
     return float(problem.whole(problem.x(theta))[0].sum())
 
@@ -87,3 +90,47 @@ def test_the_estimate_of_memory_is_an_upper_bound(name, classes, no_hessians):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < cost.gradient_cost(*CALIBRATORS[name].form(classes).shape, 1000).memory
+
+
+@pytest.mark.parametrize("name", ["vs", "ms", "ms-c", "dc", "cdc"])
+def test_shifts_that_the_softmax_does_not_see_are_held(name, no_hessians):
+    cases = tensors_as_cases(*drawn(2000, CLASSES), 255, None)
+    form, first = CALIBRATORS[name].form(CLASSES), FirstPass.over(cases, 2000, 0)
+    no_hessians()
+    theta, _ = fit_exactly(form, Strengths(0, 0, 0), first, None)
+    moved = (theta - form.scaled_identity(first.beta())).mean(1)
+    assert np.abs(moved[:, -1:] if name == "vs" else moved).max() < 1e-12
+
+
+@pytest.mark.parametrize("hessians", [True, False])
+def test_a_class_that_is_rarely_true_leaves_the_others_alone(hessians, no_hessians, monkeypatch):
+    z, y = drawn(8000, 12)
+    z[:, 5] -= 6
+    some = (y != 5) | (torch.arange(8000) % 20 == 0)
+    z, y = z[some], y[some]
+    z_fit, y_fit, z_new, y_new = z[::2], y[::2], z[1::2], y[1::2]
+    if not hessians:
+        no_hessians()
+    shrunk = CALIBRATORS["ms"]().fit(z_fit, y_fit)
+    assert shrunk.fit_report.notes[0].endswith(f"shrunk toward temperature scaling: 5 ({int((y_fit == 5).sum())})")
+    monkeypatch.setattr(expert_exact, "_ENOUGH", 0)
+    free = CALIBRATORS["ms"]().fit(z_fit, y_fit)
+    losses = [float(F.nll_loss(own(z_new), y_new)) for own in (shrunk, free)]
+    assert losses[0] < losses[1]
+
+
+def test_a_class_that_is_often_predicted_and_rarely_true_is_not_shrunk():
+    z, y = drawn(8000, 12)
+    some = (y != 5) | (torch.arange(8000) % 20 == 0)
+    calibrator = CALIBRATORS["ms"]().fit(z[some], y[some])
+    assert not calibrator.fit_report.notes
+    assert float(calibrator.bias[0, 5]) < float(calibrator.bias[0].mean()) - 1
+
+
+def test_a_fit_that_runs_out_of_gradients_says_how_much_the_last_steps_gained(no_hessians, monkeypatch):
+    no_hessians()
+    monkeypatch.setattr(expert_limited, "_MOST", 15)
+    report = CALIBRATORS["ms"]().fit(*drawn(4000, CLASSES)).fit_report
+    assert not report.converged
+    assert "gradients ran out in 1 of 1 fits, whose last 10 steps lowered the NLL by " in report.notes[-1]
+    assert 1e-7 < float(report.notes[-1].split()[-1]) < report.nll_before - report.nll_after

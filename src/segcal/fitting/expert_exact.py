@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array, diags_array, kron
+from numpy.typing import NDArray
+from scipy.sparse import diags_array, kron
 
 from segcal.cases import CaseSet
 from segcal.fitting.data import Fitted
@@ -53,7 +54,7 @@ _HESSIAN, _HESSIANS = 2**21, 2**24
 # The gain at which the map of all voxels is good enough as a parent.
 _POOLED_GAIN = 1e-5
 
-# Voxels per parameter below which an expert is shrunk toward the map of all voxels.
+# Voxels per parameter below which an expert, or the weights of a class, are shrunk.
 _ENOUGH = 10
 # Curvature of equal shifts of all classes. The softmax does not see them; without a penalty they would drift.
 _SHIFT_CURVATURE = 1e-2
@@ -78,17 +79,18 @@ def fit_exactly(
         before, after = (_sample_nll(first.sample, own) for own in (None, expert_map(centre, form.features)))
         note = "infinite shrinkage: temperature scaling, as nearly as the constraints allow"
         return centre, Fitted(before, after, True, 0.0, 0, len(first.sample), [note])
-    penalties, notes = _penalties(form, strengths, first, centre)
+    unseen = _unseen_shifts(form, strengths)
+    penalties, notes = _penalties(form, strengths, first, centre, unseen)
     problem = ExpertProblem(form, first, penalties, cases)
-    solution = _solve(problem, problem.x(centre if start is None else start), warm=start is not None)
+    solution = _solve(problem, problem.x(centre if start is None else start), unseen, warm=start is not None)
     return _conclude(problem, solution, notes)
 
 
-def _solve(problem: ExpertProblem, x: FloatArray, *, warm: bool) -> Solution[FloatArray]:
+def _solve(problem: ExpertProblem, x: FloatArray, unseen: FloatArray, *, warm: bool) -> Solution[FloatArray]:
     """Choose the step policy; see the table in ``segcal.solvers.driver``. A warm start needs no rough fit first."""
     form, sample, needed = problem.form, problem.first.sample, _curvature_voxels(problem.form)
     if many_parameters(form):
-        return solve_limited(problem, x, _GAIN)
+        return solve_limited(problem, x, unseen, _GAIN)
     if _overfits(form):
         return _solve_damped(problem, x)
     if len(sample) > needed // _ROUGH and not warm:
@@ -137,6 +139,8 @@ def _conclude(problem: ExpertProblem, solution: Solution[FloatArray], notes: lis
         theta, after = form.identity, before
     if many_parameters(form):
         notes.append(f"{math.prod(form.shape):,} parameters, too many for Newton's method: fitted by L-BFGS")
+        if not solution.converged:
+            notes.append(solution.message)
     if solution.flat:
         notes.append("some parameters are not determined by the data: the likelihood is constant along them")
     bounded = int(np.count_nonzero(solution.active))
@@ -151,14 +155,20 @@ def _conclude(problem: ExpertProblem, solution: Solution[FloatArray], notes: lis
 
 
 def _penalties(
-    form: ExpertForm, strengths: Strengths, first: FirstPass, centre: FloatArray
+    form: ExpertForm, strengths: Strengths, first: FirstPass, centre: FloatArray, unseen: FloatArray
 ) -> tuple[list[Quadratic], list[str]]:
-    """The penalty of each expert, and notes for the user; ``centre`` is temperature scaling as a theta."""
+    """The penalty of each expert, and notes for the user; ``centre`` is temperature scaling as a theta.
+
+    An expert with few voxels is shrunk toward the map of all voxels. In a map without experts, the weights of a class
+    with few voxels are shrunk instead: a handful is separable in the space of all logits, so that their likelihood
+    would rise without end while that of other voxels falls. A bias needs no more than a handful.
+    """
     experts, outputs, columns = form.shape
     free, basis = np.less(*form.bounds), form.basis
     size = int(free[0].sum()) if basis is None else basis.shape[1]
     voxels = first.predicted if experts > 1 else np.array([first.total])
-    few = np.flatnonzero(voxels < _ENOUGH * size)
+    strength = np.broadcast_to(_missing(voxels, size)[:, None, None], form.shape).copy()
+    few = np.flatnonzero(strength[:, 0, 0])
     absent = np.flatnonzero((first.true == 0) & (form.features != "gaps"))
     parents, notes = centre, []
     if len(few) and experts > 1:
@@ -168,15 +178,21 @@ def _penalties(
     elif len(few):
         few_voxels = f"{first.total:,} voxels are few for {size} parameters"
         notes.append(f"{few_voxels}, so the map is shrunk toward temperature scaling")
+    if experts == 1:
+        seen = np.maximum(first.true, first.predicted)
+        rows = _missing(seen, columns)
+        strength[0, :, :-1] = np.maximum(strength[0, :, :-1], rows[:, None])
+        if rows.any() and not len(few):
+            listed = _listed([f"{first.class_names[k]} ({seen[k]:,})" for k in np.flatnonzero(rows)])
+            notes.append(f"rarely true or predicted, so their weights are shrunk toward temperature scaling: {listed}")
     if len(absent):
         listed = _listed([first.class_names[k] for k in absent])
         notes.append(f"never true, so their part of the map is shrunk toward temperature scaling: {listed}")
     penalties = []
     for e, parent in enumerate(parents.reshape(experts, -1)):
         penalty = Quadratic(outputs * columns)
-        if e in few:
-            strength = _ENOUGH * size / max(int(voxels[e]), 1) - 1
-            penalty.add(np.full(outputs * columns, strength / first.total), parent)
+        if strength[e].any():
+            penalty.add(strength[e].ravel() / first.total, parent)
         if len(absent):
             never_true = np.zeros((outputs, columns))
             never_true[absent] = 1 / first.total
@@ -186,18 +202,24 @@ def _penalties(
         if strengths.off_diagonal or strengths.bias:
             root = form.odir(e, strengths.off_diagonal, strengths.bias) / np.sqrt(experts)
             penalty.add(root, form.identity[e].ravel())
-        if not form.constrained and not strengths.shrinkage:
-            penalty.add(_shift_penalty(form, strengths), centre[e].ravel())
+        if unseen.any() and not many_parameters(form):
+            each = diags_array(np.sqrt(_SHIFT_CURVATURE / outputs) * unseen)
+            penalty.add(kron(np.ones((1, outputs)), each, format="csr"), centre[e].ravel())
         penalties.append(penalty)
     return penalties, notes
 
 
-def _shift_penalty(form: ExpertForm, strengths: Strengths) -> csr_array:
-    """R of the penalty on equal shifts of all classes, one for each column of theta that nothing else fixes."""
-    _, outputs, columns = form.shape
-    free = np.full(columns, not strengths.off_diagonal and form.features != "own-logit")
-    free[-1] = not strengths.bias
-    return kron(np.ones((1, outputs)), diags_array(np.sqrt(_SHIFT_CURVATURE / outputs) * free), format="csr")
+def _missing(voxels: NDArray[np.int64], parameters: int) -> FloatArray:
+    """The strength of shrinkage where there are fewer voxels than parameters need; 0 where there are enough."""
+    return np.maximum(_ENOUGH * parameters / np.maximum(voxels, 1) - 1, 0)
+
+
+def _unseen_shifts(form: ExpertForm, strengths: Strengths) -> FloatArray:
+    """1 for the columns of theta ``(J + 1,)`` whose equal shifts in all rows change neither scores nor penalties."""
+    free = not form.constrained and not strengths.shrinkage
+    unseen = np.full(form.shape[2], float(free and not strengths.off_diagonal and form.features != "own-logit"))
+    unseen[-1] = free and not strengths.bias
+    return unseen
 
 
 def _pooled(form: ExpertForm, first: FirstPass) -> FloatArray:
@@ -208,7 +230,7 @@ def _pooled(form: ExpertForm, first: FirstPass) -> FloatArray:
     penalty.add(np.full(start.size, _ENOUGH * start.size / first.total**2), start.ravel())
     problem = ExpertProblem(pooled, replace(first, sample=first.sample.thin(_POOLED_VOXELS)), [penalty])
     if many_parameters(pooled):
-        found = solve_limited(problem, start.ravel(), _POOLED_GAIN)
+        found = solve_limited(problem, start.ravel(), np.zeros(form.shape[2]), _POOLED_GAIN)
     else:
         found = problem.solve(Newton(problem.on(first.sample.thin(_POOLED_VOXELS))), start.ravel(), tolerance=1e-6)
     return np.clip(np.broadcast_to(problem.theta(found.value), form.shape), *form.bounds)

@@ -3,7 +3,8 @@
 Experts do not share parameters, so each is a problem of its own, on its own voxels. What makes the method fast are the
 coordinates y of ``theta = S y V'`` (S scales every number, V turns rows), in which curvatures are about 1. Free maps
 are turned to the principal axes of their features: logits of many classes are strongly correlated. Bounds do not allow
-that for constrained maps, whose V is the identity.
+that for constrained maps, whose V is the identity. Shifts that the softmax does not see are held, not penalised: the
+curvature of a penalty would be far from 1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from segcal.fitting.expert_form import ExpertForm
 from segcal.fitting.expert_problem import ExpertProblem
 from segcal.fitting.expert_sums import Rows, diagonal
 from segcal.solvers import Solution, limited_memory
+from segcal.solvers.limited import WINDOW
 from segcal.solvers.solution import Box
 from segcal.types import FloatArray
 
@@ -34,16 +36,19 @@ _FLOOR = 1e-10
 class _Coordinates:
     """``theta = S y V'`` of one expert: ``scale (K, L)``, and ``turn (L, L)`` or None for the identity.
 
-    In vector scaling, the bias is that at a typical logit of its class, ``centre (C,)``, not at 0.
+    In vector scaling, the bias is that at a typical logit of its class, ``centre (C,)``, not at 0. Columns of theta
+    that are ``unseen (L,)`` keep their mean, ``level (L,)``.
     """
 
     form: ExpertForm
     scale: FloatArray
     turn: FloatArray | None
     centre: FloatArray
+    unseen: FloatArray
+    level: FloatArray
 
     @classmethod
-    def of(cls, problem: ExpertProblem, rows: Rows, theta: FloatArray, expert: int) -> _Coordinates:
+    def of(cls, problem: ExpertProblem, rows: Rows, theta: FloatArray, unseen: FloatArray, expert: int) -> _Coordinates:
         """Those in which the curvature at ``theta (K, L)`` is about 1."""
         form, ridge = problem.form, problem.penalties[expert].diagonal().reshape(theta.shape)
         turn, centre = None, np.zeros(len(theta))
@@ -58,7 +63,7 @@ class _Coordinates:
             curvature = diagonal(rows, theta, form.features, turn)
         curvature = curvature / problem.first.total + ridge
         scale = 1 / np.sqrt(np.maximum(curvature, _FLOOR * curvature.max(initial=1e-300)))
-        return cls(form, scale, turn, centre)
+        return cls(form, scale, turn, centre, unseen, unseen * theta.mean(0))
 
     @property
     def _vector(self) -> bool:
@@ -69,11 +74,14 @@ class _Coordinates:
         scaled = self.scale * y.reshape(self.scale.shape)
         if self._vector:
             scaled[:, 1] -= self.centre * scaled[:, 0]
-        return scaled if self.turn is None else self.form.project(scaled @ self.turn.T)
+        found = scaled if self.turn is None else self.form.project(scaled @ self.turn.T)
+        found += self.level - self.unseen * found.mean(0)
+        return found
 
     def gradient(self, slope: FloatArray) -> FloatArray:
         """The gradient by y ``(P,)`` from that by theta ``(K, L)``."""
-        turned = slope.copy() if self.turn is None else self.form.project(slope) @ self.turn
+        slope = slope - self.unseen * slope.mean(0)
+        turned = slope if self.turn is None else self.form.project(slope) @ self.turn
         if self._vector:
             turned[:, 0] -= self.centre * turned[:, 1]
         return (self.scale * turned).ravel()
@@ -93,12 +101,15 @@ class _Coordinates:
         return (turned / self.scale).ravel()
 
 
-def solve_limited(problem: ExpertProblem, start: FloatArray, gain: float) -> Solution[FloatArray]:
-    """The minimum on the sample, expert by expert; where cases are streamed, from there that of all their voxels."""
+def solve_limited(problem: ExpertProblem, start: FloatArray, unseen: FloatArray, gain: float) -> Solution[FloatArray]:
+    """The minimum on the sample, expert by expert; where cases are streamed, from there that of all their voxels.
+
+    ``unseen (L,)`` is 1 for the columns of theta whose equal shifts in all rows change nothing.
+    """
     theta = problem.theta(start).copy()
     outcomes, coordinates = [], []
     for e in range(len(theta)):
-        own, found = _solve_expert(problem, e, theta[e], gain / len(theta))
+        own, found = _solve_expert(problem, e, theta[e], unseen, gain / len(theta))
         theta[e] = own.theta(found.value)
         outcomes.append(found)
         coordinates.append(own)
@@ -111,25 +122,29 @@ def solve_limited(problem: ExpertProblem, start: FloatArray, gain: float) -> Sol
     x = box.project(problem.x(theta))  # free maps are far from their bounds, unless the data are separable
     values, gradient = problem.whole(x)
     certificate, objective = box.certificate(x, gradient), float(values.sum())
-    converged = all(found.converged for found in (outcomes[-1:] if problem.streaming else outcomes))
+    decisive = outcomes[-1:] if problem.streaming else outcomes
+    unfinished = [found.history[-1 - WINDOW] - found.history[-1] for found in decisive if not found.converged]
+    left = (
+        f"gradients ran out in {len(unfinished)} of {len(decisive)} fits, whose last {WINDOW} steps lowered the NLL by"
+    )
     return replace(
         max(outcomes, key=lambda found: found.iterations),
         value=x,
         objective=objective,
-        converged=converged,
+        converged=not unfinished,
         certificate=certificate,
         evaluations=sum(found.evaluations for found in outcomes),
-        message=f"{'converged' if converged else 'not converged'}: projected gradient {certificate:.1e}",
+        message=f"not converged: {left} {sum(unfinished):.1e}" if unfinished else "converged",
         active=box.active(x),
     )
 
 
 def _solve_expert(
-    problem: ExpertProblem, expert: int, theta: FloatArray, gain: float
+    problem: ExpertProblem, expert: int, theta: FloatArray, unseen: FloatArray, gain: float
 ) -> tuple[_Coordinates, Solution[FloatArray]]:
     """The minimum of one expert on the sample."""
     rows, penalty, total = problem.sample_rows.of_expert(expert), problem.penalties[expert], problem.first.total
-    own = _Coordinates.of(problem, rows, theta, expert)
+    own = _Coordinates.of(problem, rows, theta, unseen, expert)
 
     def whole(y: FloatArray) -> tuple[float, FloatArray]:
         at = own.theta(y)

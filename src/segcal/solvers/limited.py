@@ -12,8 +12,8 @@ from segcal.solvers.damped import Whole
 from segcal.solvers.solution import Box, Solution, refuse_start
 from segcal.types import FloatArray
 
-# Steps over which f must fall by no more than ``gain`` in the end: single steps may gain little in between.
-_WINDOW = 10
+#: Steps over which f must fall by no more than ``gain`` in the end: single steps may gain little in between.
+WINDOW = 10
 
 
 def limited_memory(
@@ -53,7 +53,7 @@ def limited_memory(
     def after_step(intermediate_result: Any) -> None:
         nonlocal settled
         history.append(float(intermediate_result.fun))
-        settled = len(history) > _WINDOW and history[-1 - _WINDOW] - history[-1] <= gain
+        settled = len(history) > WINDOW and history[-1 - WINDOW] - history[-1] <= gain
         if settled:
             raise StopIteration
 
