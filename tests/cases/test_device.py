@@ -3,7 +3,7 @@ import torch
 
 import segcal
 from segcal.calibrators import temperature
-from segcal.cases.device import resolved
+from segcal.cases.device import resolved, values_at_once
 from segcal.errors import InputError
 from segcal.fitting.data import over_chunks
 from segcal.statistics import VoxelStatistics
@@ -86,3 +86,10 @@ def test_a_single_row_that_does_not_fit_is_an_error():
 
     with pytest.warns(UserWarning, match="half as many"), pytest.raises(torch.OutOfMemoryError):
         list(over_chunks(segcal.synthetic.scenes(1, size=(16, 20)), never))
+
+
+@pytest.mark.parametrize(("free", "expected"), [(2**40, 2**25), (2**24, 2**18), (0, 2**10)])
+def test_half_of_the_free_memory_of_a_gpu_is_enough(free, expected, monkeypatch):
+    for name, bytes_ in (("memory_reserved", 2**20), ("memory_allocated", 2**20), ("mem_get_info", (free, 2**40))):
+        monkeypatch.setattr(torch.cuda, name, lambda _, found=bytes_: found)
+    assert values_at_once(torch.device("cuda", 0), 2**10, 2**25, 32) == expected

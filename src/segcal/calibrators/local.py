@@ -14,6 +14,7 @@ from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
 from segcal.calibrators.temperature import HasTemperature, TemperatureScaling
+from segcal.cases.device import values_at_once
 from segcal.errors import InputError, check_name, check_whole, naming
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import hold_out
@@ -25,8 +26,9 @@ from segcal.types import Case, moved, row_slices
 
 __all__ = ["ImageTemperatureScaling", "LocalTemperatureScaling", "TranslationInvariantLocalTemperature"]
 
-# Scores in a tile: small enough for the cache, large enough that the halo costs little. A GPU has no such cache.
-TILE_VALUES, _DEVICE_TILE_VALUES = 2**19, 2**25
+# Scores in a tile: small enough for the cache, large enough that the halo costs little. A GPU has no such cache; there a
+# score takes so many bytes while its tile is calibrated.
+TILE_VALUES, _DEVICE_TILE_VALUES, _BYTES = 2**19, 2**25, 40
 
 # Reads the logits and the image of some rows.
 Reader = Callable[[slice], tuple[Tensor, Tensor | None]]
@@ -277,7 +279,7 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
 
 
 def _row_slices(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
-    return row_slices(shape, _DEVICE_TILE_VALUES if device.type == "cuda" else TILE_VALUES)
+    return row_slices(shape, values_at_once(device, TILE_VALUES, _DEVICE_TILE_VALUES, _BYTES))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

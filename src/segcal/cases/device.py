@@ -10,6 +10,21 @@ from segcal.errors import InputError
 Device = str | torch.device
 
 
+def values_at_once(device: torch.device, here: int, there: int, size: float) -> int:
+    """How many values to work on at once: ``here`` on the CPU, ``there`` on a GPU.
+
+    Fewer there where ``size`` bytes for each would take more than half of its free memory, but not fewer than here.
+
+    Examples:
+        >>> values_at_once(torch.device("cpu"), 2**19, 2**25, 40)
+        524288
+    """
+    if device.type != "cuda":
+        return here
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(here, min(there, int((torch.cuda.mem_get_info(device)[0] + unused) / (2 * size))))
+
+
 def resolved(device: Device) -> torch.device:
     """The device of this name; ``auto`` is a GPU if there is one. Raises if there is no such device here.
 

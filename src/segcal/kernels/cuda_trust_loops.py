@@ -19,7 +19,8 @@ _DEEP = tl.constexpr(DEPTH)
 _POINTS = tl.constexpr(5)
 
 
-# ``skew`` is 0, which the compiler does not know: see ``cuda_tiles.walking``.
+# ``skew`` is 0, which the compiler does not know. If it knew how the logits are aligned, a thread would load four
+# voxels at once, and the classes of a voxel would be spread over several threads.
 @triton.jit(do_not_specialize=["skew"])
 def describe_loop(
     x, winner, point, rounded, predicted, sums, programs, voxels, classes, skew, beta, lowest, widest, unit,

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators.trust.features import REACH, ImageTotals, disagreement, features, voxel_maps
+from segcal.cases.device import values_at_once
 from segcal.types import Case, row_slices
 
 # Scores in a tile; a tile of an image also has a halo of REACH + 1 rows on each side.
 _TILE_VALUES = 2**22
-# The same on a GPU, and voxels: with their features they take about a gigabyte.
-_DEVICE_TILE_VALUES, _DEVICE_TILE_VOXELS = 2**26, 2**22
+# The same on a GPU, and voxels there; the bytes that a score takes while its tile is calibrated, and a voxel besides.
+_DEVICE_TILE_VALUES, _DEVICE_TILE_VOXELS, _BYTES, _VOXEL_BYTES = 2**26, 2**22, 16, 300
 
 
 class Images(NamedTuple):
@@ -67,7 +68,8 @@ def by_class(maps: Tensor) -> Tensor:
 
 
 def _tile_values(shape: Sequence[int], device: torch.device) -> int:
-    return min(_DEVICE_TILE_VALUES, _DEVICE_TILE_VOXELS * shape[1]) if device.type == "cuda" else _TILE_VALUES
+    most = min(_DEVICE_TILE_VALUES, _DEVICE_TILE_VOXELS * shape[1])
+    return values_at_once(device, _TILE_VALUES, most, _BYTES + _VOXEL_BYTES / shape[1])
 
 
 def images_at_once(shape: Sequence[int], device: torch.device) -> int:
