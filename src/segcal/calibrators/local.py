@@ -26,8 +26,8 @@ from segcal.types import Case, moved, row_slices
 
 __all__ = ["ImageTemperatureScaling", "LocalTemperatureScaling", "TranslationInvariantLocalTemperature"]
 
-# Scores in a tile: small enough for the cache, large enough that the halo costs little. A GPU has no such cache; there a
-# score takes so many bytes while its tile is calibrated.
+# Scores in a tile: small enough for the cache, large enough that the halo costs little. A GPU has no such cache;
+# there a score takes so many bytes while its tile is calibrated.
 TILE_VALUES, _DEVICE_TILE_VALUES, _BYTES = 2**19, 2**25, 40
 
 # Reads the logits and the image of some rows.
