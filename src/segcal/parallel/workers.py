@@ -11,11 +11,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import reduce
 from multiprocessing.queues import SimpleQueue
+from queue import Empty
+from queue import SimpleQueue as ThreadQueue
 from typing import Any, TypeVar
 
 import torch
@@ -76,12 +78,13 @@ def in_workers(
     queue: SimpleQueue[str] = multiprocessing.get_context("spawn").SimpleQueue()
     try:
         with worker_pool(len(calls), queue) as pool:
-            pending = futures = [pool.submit(_call, function, call, progress is not None) for call in calls]
-            while pending and not any(future.done() and future.exception() for future in futures):
-                pending = list(wait(pending, _INTERVAL, FIRST_EXCEPTION).not_done)
+            futures = [pool.submit(_call, function, call, progress is not None) for call in calls]
+            for ended in _as_they_end(futures):
                 while not queue.empty():
                     assert progress is not None
                     progress(queue.get())
+                if ended is not None:
+                    ended.result()  # raises if it failed
             return reduce(merge, (future.result() for future in futures))
     except BrokenProcessPool:
         raise WorkerError() from None
@@ -116,13 +119,34 @@ def in_turn(
             # Each process has its share of torch's threads, however few calls are left.
             with worker_pool(workers) as pool:
                 waiting = {pool.submit(function, *calls[turn]): turn for turn in some}
-                for future in as_completed(waiting):
-                    keep(waiting[future], future.result())
+                for future in _as_they_end(list(waiting)):
+                    if future is not None:
+                        keep(waiting[future], future.result())
         except BrokenProcessPool:
             if not together:
                 keep(left[0], WorkerError())
             together = not together
     return found
+
+
+def _as_they_end(futures: Sequence[Future[_T]]) -> Iterator[Future[_T] | None]:
+    """The futures as they end, and None after every ``_INTERVAL`` seconds without one.
+
+    ``wait`` and ``as_completed`` of the standard library take locks in Python code. Ctrl-C may come after such a lock
+    is taken and before it is sure to be released: the pool's thread would wait for it, and this process for the pool.
+    """
+    ended: ThreadQueue[Future[_T]] = ThreadQueue()
+    for future in futures:
+        future.add_done_callback(ended.put)
+    left = len(futures)
+    while left:
+        try:
+            future = ended.get(timeout=_INTERVAL)
+        except Empty:
+            yield None
+            continue
+        left -= 1
+        yield future
 
 
 def _take_turns(
