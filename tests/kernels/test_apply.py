@@ -6,6 +6,7 @@ import torch
 
 from segcal.errors import InputError
 from segcal.kernels.apply_cpu import apply_temperature
+from segcal.kernels.pieces_cpu import as_voxels, piece_size
 from segcal.scores import keep_argmax
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -127,11 +128,18 @@ def test_several_threads_give_the_same_bits():
     assert torch.equal(apply_temperature(z, 0.7, threads=3), apply_temperature(z, 0.7, threads=1))
 
 
-def test_large_batches_take_longer_pieces_to_the_same_bits(monkeypatch):
-    z = example((40, 3, 300, 190))
-    expected = torch.cat([apply_temperature(image[None], 0.7) for image in z])
-    monkeypatch.setattr("segcal.kernels.apply_cpu._LONG_PIECE", 50_000)
+def test_large_batches_take_longer_pieces_to_the_same_bits():
+    z = example((6, 3, 300, 190))
+    expected = torch.cat([apply_temperature(image[None], 0.7) for image in z])  # two pieces each
+    assert piece_size(as_voxels(z), 2) == 300 * 190
     assert torch.equal(apply_temperature(z, 0.7, threads=2), expected)
+
+
+def test_pieces_are_even_and_long_where_threads_still_have_some_each():
+    z = torch.empty(30, 2, 256, 512)
+    assert [piece_size(as_voxels(z), threads) for threads in (1, 16, 64)] == [2**17, 2**17, 2**15]
+    assert piece_size(as_voxels(z[:4]), 4) == 2**16
+    assert piece_size(as_voxels(z.half()), 1) == 2**15  # pieces of these are copied
 
 
 def test_voxels_without_softmax_are_nan_and_harm_no_other():

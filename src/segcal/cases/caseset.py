@@ -35,13 +35,13 @@ CHANNEL_CLASSES = ("outside", "inside")
 class CaseRef:
     """A case that has not been opened: its name, how to open it, and the files of its scores, if it has any.
 
-    ``on_gpu`` says that its tensors lie on a GPU already: there is nothing to read.
+    ``memory`` is ``cpu`` or ``cuda`` if its tensors lie there already: there is nothing to read.
     """
 
     id: str
     open: Callable[[], Case]
     files: tuple[Path, ...] = ()
-    on_gpu: bool = False
+    memory: str | None = None
 
     def then(self, method: str, *arguments: Any) -> CaseRef:
         """The case that a method of this one returns."""
@@ -115,7 +115,7 @@ class CaseSet(Sequence[Case]):
         return self.refs[index].open()
 
     def __iter__(self) -> Iterator[Case]:
-        if self.on_gpu:
+        if all(ref.memory for ref in self.refs):
             yield from (ref.open() for ref in self.refs)
             return
         # The thread that reads ahead computes on one core: two pools of threads that spin on the same cores slow each
@@ -132,8 +132,8 @@ class CaseSet(Sequence[Case]):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is nothing to read: all tensors lie on a GPU."""
-        return all(ref.on_gpu for ref in self.refs)
+        """Whether all tensors lie on a GPU already."""
+        return all(ref.memory == "cuda" for ref in self.refs)
 
     @property
     def case_groups(self) -> dict[str, str]:
@@ -230,7 +230,7 @@ class CaseSet(Sequence[Case]):
         if device is None:
             return self
         there = resolved(device)
-        return replace(self, refs=tuple(replace(ref.then("on", there), on_gpu=False) for ref in self.refs))
+        return replace(self, refs=tuple(replace(ref.then("on", there), memory=None) for ref in self.refs))
 
     def shard(self, rank: int, world: int) -> CaseSet:
         """The share of process ``rank`` of ``world``: shares are of nearly equal size in bytes, or in cases."""
@@ -352,7 +352,7 @@ def tensors_as_cases(logits: Tensor, labels: Tensor | None, ignore_index: int, m
         source = _TensorSource(
             f"tensors[{n}]", logits[some].detach(), labels[some], None if mask is None else mask[some], ignore_index
         )
-        refs.append(CaseRef(source.id, partial(Case, source), on_gpu=logits.is_cuda))
+        refs.append(CaseRef(source.id, partial(Case, source), memory=logits.device.type))
     return CaseSet(refs, num_classes=logits.shape[1], ignore_index=ignore_index)
 
 

@@ -10,7 +10,7 @@ possible class has no softmax, and gets NaN for every class.
 The error of a value is at most 5e-7 (temperature) or 1e-6 (experts) of 1 + the voxel's largest |log-probability|,
 before rounding to a smaller type. The winner's value has a relative error of at most 3e-7, however confident it is.
 
-Threads take pieces of 2^15 voxels in turn, or 2^17 in large batches. A voxel's bits do not depend on the thread.
+Threads take pieces of 2^15 voxels in turn, or up to 2^17 in large batches. A voxel's bits do not depend on the thread.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ from torch import Tensor
 from segcal.kernels import bin_loops, expert_loops, vector_loops
 from segcal.kernels.expert_cpu import pack, sorting_pairs
 from segcal.kernels.experts import ExpertMap
-from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, in_threads, matrix, workers
+from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, in_threads, matrix, piece_size, workers
 from segcal.kernels.scratch import new_block
 from segcal.kernels.softmax_loops import Block, temperature_range
 from segcal.kernels.vector_loops import Vector
-from segcal.kernels.voxels import PIECE_VOXELS
 
 # Scores in a block. The block after it is prefetched, and both must fit the second-level cache.
 _SCORES = 10240
-# Voxels in a piece of large batches, where fewer pieces suffice: each costs a call.
-_LONG_PIECE = 2**17
 # ``loop(x, start, stop, parameters, rounding, scratch, out, to)`` maps columns start..stop of ``x (C, V)`` and writes
 # them to a matrix ``out``, from column ``to`` on.
 Loop = Callable[..., None]
@@ -139,13 +136,12 @@ def _map(
         torch.from_numpy(np.empty(logits.shape, np.float32)) if wide else torch.empty(logits.shape, dtype=logits.dtype)
     )
     count = workers(voxels, threads)
-    many = wide and voxels.labels.numel() >= 8 * count * _LONG_PIECE
-    piece_size = _LONG_PIECE if many else PIECE_VOXELS
+    pieces = piece_size(voxels, count)
 
     def work(turn: int) -> None:
         size, rounding = block_size(classes, _SCORES), FLOATS.index(out.dtype)
         scratch = new_block(Block, classes, size) if new_scratch is None else new_scratch(size)
-        for piece in itertools.islice(voxels.pieces(piece_size), turn, None, count):
+        for piece in itertools.islice(voxels.pieces(pieces), turn, None, count):
             x, start, stop = matrix(voxels, piece)
             size, source = stop - start, (x, start, stop, parameters, rounding, scratch)
             if isinstance(piece.images, int):
