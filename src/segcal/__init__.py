@@ -1,23 +1,47 @@
 """segcal makes the confidence of segmentation networks true."""
 
-from segcal import calibrators, fusion, losses, metrics, regions, scores, synthetic
-from segcal.calibrators import CALIBRATORS, load
-from segcal.cases import CaseSet, open_cases, write_dataset
-from segcal.errors import SegcalError
-from segcal.evaluation.apply import apply
-from segcal.evaluation.check import CheckReport, check
-from segcal.evaluation.evaluate import evaluate
-from segcal.evaluation.results import Results
-from segcal.losses import LOSSES
-from segcal.metrics import METRICS
-from segcal.regions import REGIONS
-from segcal.statistics import VoxelStatistics
-from segcal.study import Study, compare
-from segcal.study.forecast import Forecast, plan
-from segcal.study.tuning import tune
-from segcal.types import Case, Chunk, FitReport
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from segcal import calibrators, fusion, losses, metrics, regions, scores, synthetic
+    from segcal.calibrators import CALIBRATORS, load
+    from segcal.cases import CaseSet, open_cases, write_dataset
+    from segcal.errors import SegcalError
+    from segcal.evaluation.apply import apply
+    from segcal.evaluation.check import CheckReport, check
+    from segcal.evaluation.evaluate import evaluate
+    from segcal.evaluation.results import Results
+    from segcal.losses import LOSSES
+    from segcal.metrics import METRICS
+    from segcal.regions import REGIONS
+    from segcal.statistics import VoxelStatistics
+    from segcal.study import Study, compare
+    from segcal.study.forecast import Forecast, plan
+    from segcal.study.tuning import tune
+    from segcal.types import Case, Chunk, FitReport
 
 __version__ = "0.1.0"
+
+# Names are imported when they are first used: ``import segcal`` and ``segcal --help`` need not wait for PyTorch.
+_HOMES = {
+    "segcal.calibrators": ("CALIBRATORS", "load"),
+    "segcal.cases": ("CaseSet", "open_cases", "write_dataset"),
+    "segcal.errors": ("SegcalError",),
+    "segcal.evaluation.apply": ("apply",),
+    "segcal.evaluation.check": ("CheckReport", "check"),
+    "segcal.evaluation.evaluate": ("evaluate",),
+    "segcal.evaluation.results": ("Results",),
+    "segcal.losses": ("LOSSES",),
+    "segcal.metrics": ("METRICS",),
+    "segcal.regions": ("REGIONS",),
+    "segcal.statistics": ("VoxelStatistics",),
+    "segcal.study": ("Study", "compare"),
+    "segcal.study.forecast": ("Forecast", "plan"),
+    "segcal.study.tuning": ("tune",),
+    "segcal.types": ("Case", "Chunk", "FitReport"),
+}
+_NAMES = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CALIBRATORS",
@@ -51,3 +75,16 @@ __all__ = [
     "tune",
     "write_dataset",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'segcal' has no attribute {name!r}")
+    home = _NAMES.get(name)
+    value = import_module(f"segcal.{name}") if home is None else getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

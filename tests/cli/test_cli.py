@@ -5,19 +5,30 @@ import sys
 
 import numpy as np
 
-import segcal.cli
+import segcal.cli.commands
 from datasets import labels, nnunet, plain
 
 
 def test_help_teaches_every_command(run):
     code, text, _ = run("--help")
     assert code == 0
-    commands = [command.name for command in segcal.cli.app.registered_commands]
+    commands = [command.name for command in segcal.cli.commands.app.registered_commands]
     assert len(commands) == 11
     for command in commands:
         assert command in text
         assert "Example: segcal" in run(command, "--help")[1]
     assert "[num_bins=50]" in run("evaluate", "--help")[1]
+
+
+def test_help_of_all_commands_is_that_of_each_and_needs_no_torch(run):
+    commands = segcal.cli.commands.app.registered_commands
+    assert {own.name: own.callback.__doc__.partition("\n")[0] for own in commands} == segcal.cli.SUMMARIES
+    script = (
+        "import sys, segcal.cli; sys.argv = ['segcal', '--help']\ntry: segcal.cli.main()\nexcept SystemExit: pass\n"
+    )
+    script += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    assert run("--version")[1] == f"segcal {segcal.__version__}\n"
 
 
 def test_scenes_then_check(run, tmp_path):

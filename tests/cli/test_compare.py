@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-import segcal.cli
+import segcal.cli.commands
 from datasets import plain
 from segcal.cases import write_dataset
 from segcal.synthetic import Temperature, scenes

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-import segcal.cli
+import segcal.cli.commands
 from datasets import plain
 from segcal.cli import console
 from segcal.cli.console import kept
@@ -87,7 +87,7 @@ def test_every_long_command_tells_how_far_it_is(run, tmp_path, monkeypatch):
 
 
 def test_every_command_with_resume_says_so_when_it_is_stopped(tmp_path):
-    for command in segcal.cli.app.registered_commands:
+    for command in segcal.cli.commands.app.registered_commands:
         options = {"output": tmp_path, "resume": False} if "resume" in command.callback.__annotations__ else {}
         assert ("--resume" in kept(options)) == bool(options)
         assert command.callback.__wrapped__  # handles Ctrl-C

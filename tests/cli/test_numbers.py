@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-import segcal.cli
+import segcal.cli.commands
 from datasets import plain
 from segcal.errors import MAX_SEED, InputError
 from segcal.evaluation.evaluate import evaluate
@@ -35,7 +35,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", [-1, MAX_SEED + 1, 10**30, "1.5", "x"])
 def test_every_seed_of_every_command_is_checked(run, here, seed):
-    commands = [one for one in segcal.cli.app.registered_commands if "seed" in one.callback.__annotations__]
+    commands = [one for one in segcal.cli.commands.app.registered_commands if "seed" in one.callback.__annotations__]
     assert {one.name for one in commands} == set(ARGUMENTS)
     for command in commands:
         code, text, error = run(command.name, *ARGUMENTS[command.name], "--seed", seed)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import segcal
-import segcal.cli
+import segcal.cli.commands
 from datasets import nnunet, plain, snapshot
 from segcal.errors import OutputError, SegcalError
 from segcal.evaluation.results import Results

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-import segcal.cli
+import segcal.cli.commands
 from segcal.training import Trainer
 from training.scans import small, write_scans, write_toml
 

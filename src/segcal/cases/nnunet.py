@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import ndimage
 
 from segcal.cases.config import DatasetConfig, parse_config
 from segcal.cases.formats import Array, split_suffix
@@ -61,6 +60,8 @@ def connected_to_border(background: Array) -> Array:
         >>> connected_to_border(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum()
         np.int64(8)
     """
+    from scipy import ndimage  # slow to import, and rarely needed
+
     pieces, _ = ndimage.label(background)
     border = np.zeros(background.shape, bool)
     for axis in range(background.ndim):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import minimize
 
 from segcal.solvers.damped import Whole
 from segcal.solvers.solution import Box, Solution, refuse_start
@@ -56,6 +55,8 @@ def limited_memory(
         settled = len(history) > WINDOW and history[-1 - WINDOW] - history[-1] <= gain
         if settled:
             raise StopIteration
+
+    from scipy.optimize import minimize  # takes a third of a second to import
 
     found = minimize(
         whole,

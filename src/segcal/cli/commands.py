@@ -1,0 +1,44 @@
+"""All commands, with what they import: PyTorch, and so seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from segcal.cli.compare import compare_command
+from segcal.cli.console import show_error, stoppable
+from segcal.cli.data import check_command, pack_command, scenes_command
+from segcal.cli.demo import demo_command
+from segcal.cli.evaluate import evaluate_command
+from segcal.cli.fit import apply_command, fit_command
+from segcal.cli.overview import SUMMARIES, new_app
+from segcal.cli.plan import plan_command
+from segcal.cli.ranks import in_ranks
+from segcal.cli.train import convert_command, train_command
+from segcal.errors import SegcalError
+
+app = new_app()
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    check_command,
+    plan_command,
+    evaluate_command,
+    fit_command,
+    apply_command,
+    compare_command,
+    pack_command,
+    scenes_command,
+    demo_command,
+    train_command,
+    convert_command,
+)
+for _name, _command in zip(SUMMARIES, _COMMANDS, strict=True):
+    app.command(_name)(stoppable(in_ranks(_name, _command)))
+
+
+def run() -> None:
+    """Run a command; errors segcal knows become a message and exit code 1."""
+    try:
+        app()
+    except SegcalError as error:
+        show_error(error)
+        sys.exit(1)
