@@ -265,9 +265,10 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
     def _tiles(
         self, shape: tuple[int, ...], read: Reader, device: torch.device
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        local = super()._tiles(shape, read, device)
-        tiles = [temperatures.flatten(1) for _, _, temperatures in local]
-        means = torch.cat(tiles, 1).double().mean(1).to(tiles[0])
+        total, kind = torch.zeros(shape[0], dtype=torch.float64, device=device), torch.float32
+        for _, _, temperatures in super()._tiles(shape, read, device):
+            total, kind = total + temperatures.double().flatten(1).sum(1), temperatures.dtype
+        means = (total / math.prod(shape[2:])).to(kind)
         for rows in _row_slices(shape, device):
             logits, _ = read(rows)
             yield rows, logits, means.view(-1, *[1] * (logits.ndim - 1)).expand(-1, 1, *logits.shape[2:])

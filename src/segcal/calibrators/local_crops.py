@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from segcal.calibrators.local_network import TemperatureTree, Window, check_imag
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.errors import naming
-from segcal.fitting.data import FitData, case_seed, check_voxels
+from segcal.fitting.data import FitData, case_seed, check_voxels, valid_rows
 from segcal.parallel.threads import torch_threads
 from segcal.types import Case
 
@@ -202,16 +202,15 @@ class CropSource:
 
     def _of_case(self, case: Case) -> list[Crops]:
         generator = torch.Generator().manual_seed(case_seed(self.seed, case.id))
-        valid = case.valid.any(0).cpu()
-        boxes = _boxes(case.shape[2:], self.sides)
+        if not case.source.sliceable:
+            case.load()
+        boxes, labelled = _boxes(case.shape[2:], self.sides), _labelled(case, self.sides)
         # The mean over an image includes ignored voxels; otherwise windows without labels are useless.
-        if not self.per_image or not bool(valid.any()):
-            boxes = [box for box in boxes if bool(valid[tuple(slice(*ends) for ends in box)].any())]
+        if not self.per_image or not bool(labelled.any()):
+            boxes = list(itertools.compress(boxes, labelled.flatten().tolist()))
         count = len(boxes) if self.per_case is None else min(len(boxes), max(1, self.per_case // case.shape[0]))
         count = min(count, _PER_IMAGE) if self.per_image else count
         chosen = torch.randperm(len(boxes), generator=generator)[:count].sort().values.tolist()
-        if not case.source.sliceable:
-            case.load()
         with torch_threads(1):
             return [self._crop(case, boxes[index]) for index in chosen]
 
@@ -234,7 +233,8 @@ class CropSource:
         inside = F.pad(torch.ones_like(own, dtype=torch.bool), beyond)
         if len(box) > self.axes:  # a slice of a volume
             labels, inside = labels.flatten(0, 1), inside.flatten(0, 1)
-        return Crops(window.padded(logits).float(), image, labels, inside, torch.arange(batch, device=labels.device))
+        scores = window.padded(logits).float().contiguous()  # A view would keep whole rows in memory.
+        return Crops(scores, image, labels, inside, torch.arange(batch, device=labels.device))
 
 
 def _drawn(cases: CaseSet, source: CropSource) -> dict[str, Crops]:
@@ -250,9 +250,28 @@ def crop_sides(cases: CaseSet, axes: int) -> tuple[int, ...]:
     return tuple(map(min, _SIDES[axes], longest))
 
 
+def _labelled(case: Case, sides: tuple[int, ...]) -> Tensor:
+    """Which windows of ``_boxes`` have voxels that count, from labels that are read by rows."""
+    spatial = case.shape[2:]
+    first, *others = _lengths(spatial, sides)
+    beyond = [end for size, side in zip(spatial[1:], others, strict=True) for end in (-size % side, 0)][::-1]
+    counts = torch.zeros([-(-size // side) for size, side in zip(spatial, (first, *others), strict=True)])
+    for rows, valid in valid_rows(case):
+        found = F.pad(valid.any(0), beyond).cpu()
+        for axis, side in enumerate(others, 1):
+            found = found.view(*found.shape[:axis], -1, side, *found.shape[axis + 1 :]).any(axis + 1)
+        counts.index_add_(0, torch.arange(rows.start, rows.stop) // first, found.float())
+    return counts > 0
+
+
+def _lengths(spatial: Sequence[int], sides: tuple[int, ...]) -> tuple[int, ...]:
+    """The sides of a window along all axes: single slices if there are fewer sides than axes."""
+    return (1,) * (len(spatial) - len(sides)) + sides
+
+
 def _boxes(spatial: tuple[int, ...], sides: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-    """Windows of the given sides that cover the space once; single slices if there are fewer sides than axes."""
-    lengths = (1,) * (len(spatial) - len(sides)) + sides
+    """Windows of the given sides that cover the space once."""
+    lengths = _lengths(spatial, sides)
     starts = (range(0, size, length) for size, length in zip(spatial, lengths, strict=True))
     return [
         tuple((start, start + length) for start, length in zip(corner, lengths, strict=True))

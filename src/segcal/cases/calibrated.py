@@ -183,3 +183,28 @@ def score_pieces(case: Case, calibrator: AnyCalibrator) -> Iterator[tuple[slice,
 def case_scores(case: Case, calibrator: AnyCalibrator) -> Tensor:
     """The whole of ``score_pieces``, ``(N, C, *spatial)``."""
     return torch.cat([scores for _, scores in score_pieces(case, calibrator)], 2)
+
+
+class RowStream:
+    """The calibrated scores of a case, taken in order in ranges of rows of any length; only some are in memory."""
+
+    def __init__(self, case: Case, calibrator: AnyCalibrator) -> None:
+        self._pieces, self._held = score_pieces(case, calibrator), list[tuple[slice, Tensor]]()
+
+    def take(self, rows: slice) -> Tensor:
+        """The scores ``(N, C, rows, ...)`` of rows after those taken before.
+
+        Examples:
+            >>> from segcal.synthetic import scenes
+            >>> stream = RowStream(scenes(1, size=(32, 40))[0], lambda logits: logits / 2)
+            >>> stream.take(slice(0, 20)).shape, stream.take(slice(20, 32)).shape
+            (torch.Size([1, 6, 20, 40]), torch.Size([1, 6, 12, 40]))
+        """
+        while not self._held or self._held[-1][0].stop < rows.stop:
+            self._held.append(next(self._pieces))
+        parts = []
+        for own, scores in self._held:
+            start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
+            parts.append(scores.narrow(2, start - own.start, max(0, stop - start)))
+        self._held = [held for held in self._held if held[0].stop > rows.stop]
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]

@@ -83,12 +83,17 @@ def write_dataset(
                 report.skipped += 1
                 continue
             output.require_one(case)
-            labels = _stored_labels(case, cases.num_classes, ignored)
+            for _ in _stored_labels(case, cases.num_classes, ignored):  # raises before anything is written
+                pass
             _write_scores(output, case, name, dtype, report)
-            # Labels come last: a case that has them is complete.
-            arrays = [*_extras(case), ("labels", "labels", labels if output.multilabel else labels[0], label_type)]
-            for place, key, array, type in arrays:
+            for place, key, array, type in _extras(case):
                 _write_whole(output, case, f"{place}/{name}", key, array.numpy(), type)
+            # Labels come last: a case that has them is complete.
+            shape = (case.shape[0], *case.shape[2:]) if output.multilabel else case.shape[2:]
+            spec = ArraySpec(shape, label_type, int(output.multilabel), "labels")
+            with output.array(f"labels/{name}", case, spec) as write:
+                for rows, labels in _stored_labels(case, cases.num_classes, ignored):
+                    write(rows, (labels if output.multilabel else labels[0]).numpy())
         output.text(CONFIG_NAME, _describe(cases, spacing, ignored))
     report.bytes = sum(size or 0 for size in file_sizes(output.folder).values())
     report.seconds = time.perf_counter() - started
@@ -143,12 +148,14 @@ def _label_type(cases: CaseSet, format: str) -> tuple[DTypeLike, int]:
     return next(fitting), ignored
 
 
-def _stored_labels(case: Case, num_classes: int, ignored: int) -> Tensor:
-    """The labels of a case as they are stored. Labels of no class are allowed where the mask excludes them."""
-    labels = case.labels
-    with naming(case=case.id):
-        check_labels(labels.where(case.valid, case.ignore_index).numpy(), num_classes, case.ignore_index)
-    return labels.masked_fill((labels < 0) | (labels >= num_classes) | (labels == case.ignore_index), ignored)
+def _stored_labels(case: Case, num_classes: int, ignored: int) -> Iterator[tuple[slice, Tensor]]:
+    """The labels of a case as they are stored, by rows. Labels of no class are allowed where the mask excludes them."""
+    for rows in row_slices(case.shape):
+        labels, mask = case.rows("labels", rows), case.rows("mask", rows)
+        with naming(case=case.id):
+            counted = labels if mask is None else labels.where(mask, case.ignore_index)
+            check_labels(counted.numpy(), num_classes, case.ignore_index, rows.start, row_axis=1)
+        yield rows, labels.masked_fill((labels < 0) | (labels >= num_classes) | (labels == case.ignore_index), ignored)
 
 
 def _extras(case: Case) -> Iterator[tuple[str, str, Tensor, DTypeLike]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
-from segcal.cases.calibrated import AnyCalibrator, case_scores, check_classes, score_pieces
+from segcal.cases.calibrated import AnyCalibrator, check_classes, score_pieces
 from segcal.cases.device import Device
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import ArraySpec, Geometry, open_array
 from segcal.cases.output import OutputFolder, score_path, write_scores
 from segcal.errors import naming
-from segcal.evaluation.maps import MAPS, voxel_maps
+from segcal.evaluation.maps import MAPS, score_maps
+from segcal.evaluation.rows import CaseRows
 from segcal.files.atomic import file_name
 from segcal.files.remote import as_path
 from segcal.types import Case
@@ -130,18 +131,22 @@ def write_maps(
     with open_maps(cases, folder) as output:
         for case in cases:
             progress(case.id)
-            with naming(case=case.id):
-                scores, labels, mask = case_scores(case, calibrator), case.labels, case.mask
-                maps = voxel_maps(scores, labels, ignore_index=case.ignore_index, mask=mask, spacing=case.spacing)
-            geometry = _label_geometry(case)
-            for name, values in maps.items():
-                array = values.cpu().numpy()
-                if name == "prediction":
-                    array = array.astype(np.min_scalar_type(case.shape[1] - 1))
-                shown = array[0] if len(array) == 1 else array
-                path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
-                with output.array(path, case, ArraySpec(shown.shape, shown.dtype, geometry=geometry)) as write:
-                    write(slice(0, len(shown)), shown)
+            batch, _, *spatial = case.shape
+            shape, geometry = (batch, *spatial) if batch > 1 else tuple(spatial), _label_geometry(case)
+            types = {"prediction": np.min_scalar_type(case.shape[1] - 1), "band": np.dtype(np.int8)}
+            with naming(case=case.id), ExitStack() as stack:
+                writers = {}
+                for name in MAPS:
+                    path = f"{name}/{file_name(case.id)}{'.npy' if geometry is None else '.nii.gz'}"
+                    spec = ArraySpec(shape, types.get(name, np.float32), int(batch > 1), geometry=geometry)
+                    writers[name] = stack.enter_context(output.array(path, case, spec))
+                where = CaseRows(case, distances=True)
+                for rows, scores in score_pieces(case, calibrator):
+                    regions, inner = where.regions(rows)
+                    labels, valid, bands = (one[:, inner] for one in (regions.labels, regions.valid, regions.bands))
+                    for name, values in {**score_maps(scores, labels, valid), "band": bands}.items():
+                        block = values.cpu().numpy()
+                        writers[name](rows, block if batch > 1 else block[0])
             del case  # Otherwise it would stay in memory while the next one is read.
 
 

@@ -6,83 +6,105 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from segcal.cases.calibrated import AnyCalibrator, as_calibrator, case_scores
+from segcal.cases.calibrated import AnyCalibrator, RowStream, as_calibrator
 from segcal.evaluation.plan import LOCAL, Plan
 from segcal.evaluation.results import POOLED, Row
+from segcal.evaluation.rows import CaseRows
 from segcal.kernels import AffineMap
 from segcal.metrics import METRICS, Column, Measure, SecondPass
 from segcal.metrics.surfaces import class_mean, foreground, surface_distances
 from segcal.parallel.threads import torch_threads
-from segcal.regions import CaseRegions, Window
+from segcal.regions import BANDS, Window, local_patches
+from segcal.scores import checked_mask
 from segcal.statistics import EVERYTHING, VoxelStatistics
-from segcal.types import Case, fewer_rows, row_slices
+from segcal.types import CHUNK_VALUES, Case, fewer_rows, row_slices
 
 # The second passes that metrics need, by the key of their column.
 SecondPasses = dict[tuple[str, str], SecondPass]
+# Voxels of a window, at most: labels, regions and distances take some 40 bytes of each.
+_WINDOW = 2**22
+
+
+class Piece(NamedTuple):
+    """A window of a case.
+
+    Attributes:
+        window: Where it lies.
+        logits: Uncalibrated scores ``(N, C, *window)``.
+        labels: ``(N, *window)``.
+        valid: Voxels that count, bool.
+        regions: The voxels of every region, bool.
+        distance: To the nearest boundary voxel, if it is needed.
+        mapped: Calibrated scores, of calibrators that see more than a voxel.
+    """
+
+    window: Window
+    logits: Tensor
+    labels: Tensor
+    valid: Tensor
+    regions: Mapping[str, Tensor]
+    distance: Tensor | None
+    mapped: Tensor | None = None
+
+    def inside(self, window: Window) -> Piece | None:
+        """The part of it that lies in a window; None if nothing does."""
+        if window == self.window:
+            return self
+        ends = zip(window, self.window, strict=True)
+        both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in ends)
+        if any(part.stop <= part.start for part in both):
+            return None
+        within = zip(both, self.window, strict=True)
+        index: Any = (..., *(slice(part.start - own.start, part.stop - own.start) for part, own in within))
+        regions = {name: mask[index] for name, mask in self.regions.items()}
+        logits, labels, valid = (one[index] for one in (self.logits, self.labels, self.valid))
+        more = (None if one is None else one[index] for one in (self.distance, self.mapped))
+        return Piece(both, logits, labels, valid, regions, *more)
 
 
 class CaseVoxels:
-    """The voxels of a case: labels, regions and distances, computed once for all calibrators.
+    """The voxels of a case, window by window: labels, regions and distances, computed once for all calibrators.
 
     ``threads`` are for calibrators and kernels. All else is light work, which is faster on one thread.
     """
 
     def __init__(self, plan: Plan, case: Case, calibrators: Mapping[Any, AnyCalibrator], threads: int) -> None:
-        self.case, self.threads = case, threads
-        self.where = CaseRegions(
-            _narrow_labels(case),
-            spacing=case.spacing,
-            ignore_index=case.ignore_index,
-            mask=case.mask,
-            background=plan.background,
-            seed=zlib.crc32(case.id.encode()) ^ plan.seed,
-        )
-        self.masks = {
-            name: self.where.mask(plan.masks[name](case) if name in plan.masks else name) for name in plan.regions
-        }
-        self.distance = self.where.distance if "distance" in plan.needs else None
+        self.plan, self.case, self.threads = plan, case, threads
+        self.seed = zlib.crc32(case.id.encode()) ^ plan.seed
+        self.shape = (case.shape[0], *case.shape[2:])
+        self.window: Window = tuple(slice(0, size) for size in self.shape[1:])
+        like = torch.empty((), dtype=torch.bool).expand(self.shape)
+        self._masks = {name: checked_mask(mask(case), like, "region") for name, mask in plan.masks.items()}
         self.views = {name: CalibratedCase(self, calibrator) for name, calibrator in calibrators.items()}
+        needed = "distance" in plan.needs or not set(BANDS).isdisjoint(plan.regions)
+        self._rows = CaseRows(case, distances=needed, background=plan.background)
 
-    def windows(self) -> Iterator[tuple[Window, Tensor]]:
-        """The whole case in pieces of some rows each, with their logits."""
-        columns = tuple(slice(0, size) for size in self.case.shape[3:])
-        for rows in row_slices(self.case.shape):
-            window = (rows, *columns)
-            yield window, self.logits(window)
+    def _piece(self, rows: slice) -> Piece:
+        where, inner = self._rows.regions(rows)
+        regions = {name: where.mask(name)[:, inner] for name in self.plan.regions if name not in self._masks}
+        labels, valid, logits = where.labels[:, inner], where.valid[:, inner], self.case.rows("logits", rows)
+        regions |= {name: mask[:, rows] & valid for name, mask in self._masks.items()}
+        distance = where.distance[:, inner] if "distance" in self.plan.needs else None
+        return Piece((rows, *self.window[1:]), logits, labels, valid, regions, distance)
 
-    def pieces(self) -> Iterator[tuple[Any, CalibratedCase, Window, Tensor]]:
+    def pieces(self) -> Iterator[tuple[Any, CalibratedCase, Piece]]:
         """Every window with every calibrator, by name: the scores are read once for all of them."""
-        for window, logits in self.windows():
+        for view in self.views.values():
+            view.begin()
+        for rows in row_slices(self.case.shape, min(CHUNK_VALUES, _WINDOW * self.case.shape[1])):
+            piece = self._piece(rows)
             for name, view in self.views.items():
-                yield name, view, window, logits
-
-    def logits(self, window: Window) -> Tensor:
-        """The uncalibrated scores in a window."""
-        index = (..., *window[1:])
-        return self.case.rows("logits", window[0])[index]  # type: ignore[no-any-return]
+                yield name, view, view.seen(piece)
 
     def add_again(self, second: Mapping[str, SecondPasses]) -> None:
         """Add the whole case to the second passes of every calibrator."""
-        for name, view, window, logits in self.pieces():
-            view.add_again(second[name], window, logits)
-
-
-def _narrow_labels(case: Case) -> Tensor:
-    """The labels ``(N, *spatial)`` of a case, as int16 unless some do not fit."""
-    fits, parts = torch.iinfo(torch.int16), []
-    for rows in row_slices(case.shape):
-        labels: Tensor = case.rows("labels", rows)
-        low, high = (int(value) for value in labels.aminmax())
-        if low < fits.min or high > fits.max:
-            return case.labels
-        parts.append(labels.to(torch.int16))
-    return torch.cat(parts, 1)
+        for name, view, piece in self.pieces():
+            view.add_again(second[name], piece)
 
 
 class CalibratedCase:
@@ -93,61 +115,65 @@ class CalibratedCase:
         self.voxels: CaseVoxels = weakref.proxy(voxels)
         self.calibrator = None if calibrator is None else as_calibrator(calibrator)
         self.score_map = None if self.calibrator is None else self.calibrator.score_map
+        self._stream: RowStream | None = None
 
-    def scores(self, window: Window, logits: Tensor) -> tuple[Tensor, AffineMap | None, Tensor | None]:
-        """The scores of a window with these logits, the affine map still to be applied, and the argmax before.
+    def begin(self) -> None:
+        """Start with the first rows."""
+        if self.calibrator is not None and self.score_map is None and self.calibrator.spatial:
+            self._stream = RowStream(self.voxels.case, self.calibrator)
+
+    def seen(self, piece: Piece) -> Piece:
+        """The next piece, with calibrated scores if the calibrator sees more than a voxel."""
+        if self._stream is None:
+            return piece
+        with torch_threads(self.voxels.threads):
+            return piece._replace(mapped=self._stream.take(piece.window[0]))
+
+    def scores(self, piece: Piece) -> tuple[Tensor, AffineMap | None, Tensor | None]:
+        """The scores of a piece, the affine map still to be applied, and the argmax before.
 
         Affine maps are left to the pass over the voxels. The argmax before calibration is None if the scores are not
         calibrated yet.
         """
         if self.calibrator is None or self.score_map is not None:
-            return logits, self.score_map, None
-        if self.calibrator.spatial:
-            index = (slice(None), slice(None), *window)
-            mapped = self._whole[index]
-        else:
+            return piece.logits, self.score_map, None
+        mapped = piece.mapped
+        if mapped is None:
             with torch_threads(self.voxels.threads), torch.no_grad():
-                mapped = self.calibrator(logits)
-        return mapped, None, logits.argmax(1)
+                mapped = self.calibrator(piece.logits)
+        return mapped, None, piece.logits.argmax(1)
 
-    @cached_property
-    def _whole(self) -> Tensor:
-        with torch_threads(self.voxels.threads):
-            return case_scores(self.voxels.case, self.calibrator)
-
-    def add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
-        """Add the voxels of a window with these logits, by halves where a GPU has too little memory."""
+    def add_to(self, statistics: VoxelStatistics, piece: Piece) -> None:
+        """Add the voxels of a piece, by halves where a GPU has too little memory."""
         try:
-            self._add_to(statistics, window, logits)
+            self._add_to(statistics, piece)
             return
         except torch.OutOfMemoryError:
-            halves = fewer_rows(window[0])
+            halves = fewer_rows(piece.window[0])
         for rows in halves:
-            own = logits.narrow(2, rows.start - window[0].start, rows.stop - rows.start)
-            self.add_to(statistics, (rows, *window[1:]), own)
+            half = piece.inside((rows, *piece.window[1:]))
+            assert half is not None
+            self.add_to(statistics, half)
 
-    def _add_to(self, statistics: VoxelStatistics, window: Window, logits: Tensor) -> None:
-        index, voxels = (slice(None), *window), self.voxels
-        scores, score_map, uncalibrated = self.scores(window, logits)
+    def _add_to(self, statistics: VoxelStatistics, piece: Piece) -> None:
+        scores, score_map, uncalibrated = self.scores(piece)
         statistics.update(
             scores,
-            voxels.where.labels[index],
+            piece.labels,
             ignore_index=None,  # The mask leaves out ignored voxels.
-            mask=voxels.where.valid[index],
-            regions={name: mask[index] for name, mask in voxels.masks.items()},
-            distance=None if voxels.distance is None else voxels.distance[index],
+            mask=piece.valid,
+            regions=piece.regions,
+            distance=piece.distance,
             score_map=score_map,
             uncalibrated=uncalibrated,
         )
 
-    def add_again(self, second: SecondPasses, window: Window, logits: Tensor) -> None:
-        """Add the voxels of a window to second passes, each in its region."""
-        index, voxels = (slice(None), *window), self.voxels
-        scores, score_map, _ = self.scores(window, logits)
-        labels, valid = voxels.where.labels[index], voxels.where.valid[index]
+    def add_again(self, second: SecondPasses, piece: Piece) -> None:
+        """Add the voxels of a piece to second passes, each in its region."""
+        scores, score_map, _ = self.scores(piece)
         for one in second.values():
-            inside = valid if one.region == EVERYTHING else valid & voxels.masks[str(one.region)][index]
-            one.update(scores, labels, ignore_index=None, mask=inside, score_map=score_map)
+            inside = piece.valid if one.region == EVERYTHING else piece.valid & piece.regions[str(one.region)]
+            one.update(scores, piece.labels, ignore_index=None, mask=inside, score_map=score_map)
 
 
 def measure_case(
@@ -155,16 +181,32 @@ def measure_case(
 ) -> dict[str, tuple[list[Row], VoxelStatistics]]:
     """All rows and the statistics of a case, by calibrator. The scores are read once, or twice for exact bins."""
     voxels = CaseVoxels(plan, case, calibrators, threads)
-    statistics = {name: plan.statistics(case.shape[1], threads) for name in calibrators}
-    for name, view, window, logits in voxels.pieces():
-        view.add_to(statistics[name], window, logits)
-    second = {name: second_passes(plan, plan.columns_of("per-image"), own) for name, own in statistics.items()}
-    if any(second.values()):
-        voxels.add_again(second)
+    local = [replace(column, region=EVERYTHING) for column in plan.columns if column.region == LOCAL]
+    # The whole case, and random patches (Ding et al.).
+    windows = [voxels.window, *(local_patches(voxels.shape[1:], seed=voxels.seed) if local else ())]
+    columns = [plan.columns_of("per-image"), *[local] * (len(windows) - 1)]
+    statistics = {name: [plan.statistics(case.shape[1], threads) for _ in windows] for name in calibrators}
+    surfaces = Surfaces(plan, voxels) if "surfaces" in plan.needs else None
+    for name, view, piece in voxels.pieces():
+        for own, part in zip(statistics[name], map(piece.inside, windows), strict=True):
+            if part is not None:
+                view.add_to(own, part)
+        if surfaces is not None:
+            surfaces.add(name, view, piece)
+    second = {
+        name: [second_passes(plan, *one) for one in zip(columns, own, strict=True)] for name, own in statistics.items()
+    }
+    if any(any(passes) for passes in second.values()):
+        for name, view, piece in voxels.pieces():
+            for passes, part in zip(second[name], map(piece.inside, windows), strict=True):
+                if part is not None and passes:
+                    view.add_again(passes, part)
     found = {}
-    for name, view in voxels.views.items():
-        rows = reduced_rows(plan, case.id, statistics[name], second[name])
-        found[name] = [*rows, *_local_rows(plan, view), *_surface_rows(plan, view)], statistics[name]
+    for name, (whole, *patches) in statistics.items():
+        rows = reduced_rows(plan, case.id, whole, second[name][0])
+        reduced = (_reduced(local, *one) for one in zip(patches, second[name][1:], strict=True))
+        rows += _local_rows(case.id, local, list(reduced)) if local else []
+        found[name] = [*rows, *(surfaces.rows(name) if surfaces else ())], whole
     return found
 
 
@@ -195,45 +237,46 @@ def _reduced(columns: Sequence[Column], statistics: VoxelStatistics, second: Sec
     return found
 
 
-def _local_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
+def _local_rows(case: str, columns: Sequence[Column], patches: Sequence[Sequence[Measure]]) -> list[Row]:
     """Mean and maximum over random patches (Ding et al.)."""
-    columns = [replace(column, region=EVERYTHING) for column in plan.columns if column.region == LOCAL]
-    if not columns:
-        return []
-    voxels, patches = view.voxels, []
-    for part in voxels.where.parts(LOCAL):
-        statistics, logits = plan.statistics(voxels.case.shape[1], voxels.threads), voxels.logits(part.window)
-        view.add_to(statistics, part.window, logits)
-        if second := second_passes(plan, columns, statistics):
-            view.add_again(second, part.window, logits)
-        patches.append(_reduced(columns, statistics, second))
     rows = []
     for column, found in zip(columns, zip(*patches, strict=True), strict=True):
         mean = Measure.mean(found)
         largest = max((value for value in found if value == value), default=float("nan"))
-        rows.append(Row(voxels.case.id, "local-mean", column.id, float(mean), mean.count))
-        rows.append(Row(voxels.case.id, "local-max", column.id, float(largest), mean.count))
+        rows.append(Row(case, "local-mean", column.id, float(mean), mean.count))
+        rows.append(Row(case, "local-max", column.id, float(largest), mean.count))
     return rows
 
 
-def _surface_rows(plan: Plan, view: CalibratedCase) -> list[Row]:
-    """The metrics of surfaces, which belong to a case as a whole: means over the classes without the background."""
-    if "surfaces" not in plan.needs:
-        return []
-    case = view.voxels.case
-    labels, valid = view.voxels.where.labels, view.voxels.where.valid
-    prediction = torch.empty_like(labels)
-    for window, logits in view.voxels.windows():
-        index, (scores, score_map, _) = (slice(None), *window), view.scores(window, logits)
-        prediction[index] = (scores if score_map is None else score_map(scores)).argmax(1)
-    # The mask leaves out ignored voxels.
-    spacing = case.spacing
-    distances = surface_distances(prediction, labels, case.shape[1], spacing=spacing, ignore_index=None, mask=valid)
-    missed = int(foreground(distances.missed, plan.background).sum())
-    rows = []
-    for column in plan.columns:
-        spec = METRICS[column.metric]
-        if "surfaces" in spec.needs:
-            value = class_mean(spec.function(distances, **column.options), plan.background)
-            rows.append(Row(case.id, EVERYTHING, column.id, float(value), value.count, missed))
-    return rows
+class Surfaces:
+    """The metrics of surfaces, which belong to a case as a whole: its labels and predictions are kept."""
+
+    def __init__(self, plan: Plan, voxels: CaseVoxels) -> None:
+        self.plan, self.case, self.shape = plan, voxels.case, voxels.shape
+        self.labels, self.valid = (self._empty(dtype) for dtype in (torch.int16, torch.bool))
+        self.predictions: dict[str, Tensor] = {}
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.shape, dtype=dtype, device=self.case.device)
+
+    def add(self, name: str, view: CalibratedCase, piece: Piece) -> None:
+        """Keep a piece as one calibrator has it."""
+        index, (scores, score_map, _) = (slice(None), *piece.window), view.scores(piece)
+        self.labels[index] = piece.labels.masked_fill(~piece.valid, 0)  # labels that do not count may be of any size
+        self.valid[index] = piece.valid
+        prediction = self.predictions.setdefault(name, self._empty(torch.int16))
+        prediction[index] = (scores if score_map is None else score_map(scores)).argmax(1).short()
+
+    def rows(self, name: str) -> list[Row]:
+        """Means over the classes without the background."""
+        classes, case, background = self.case.shape[1], self.case, self.plan.background
+        options: dict[str, Any] = {"spacing": case.spacing, "ignore_index": None, "mask": self.valid}
+        distances = surface_distances(self.predictions[name], self.labels, classes, **options)
+        missed = int(foreground(distances.missed, background).sum())
+        rows = []
+        for column in self.plan.columns:
+            spec = METRICS[column.metric]
+            if "surfaces" in spec.needs:
+                value = class_mean(spec.function(distances, **column.options), background)
+                rows.append(Row(case.id, EVERYTHING, column.id, float(value), value.count, missed))
+        return rows

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, score_pieces
 from segcal.errors import InputError, naming
-from segcal.types import Case, Chunk, fewer_rows
+from segcal.types import Case, Chunk, fewer_rows, row_slices
 
 T = TypeVar("T")
 VoxelBudget = Literal["auto", "all"]
@@ -73,6 +74,14 @@ def _within_memory(function: Callable[[Case, Chunk], T], case: Case, chunk: Chun
 def _calibrated(case: Case, calibrator: AnyCalibrator) -> Iterator[Chunk]:
     for rows, scores in score_pieces(case, calibrator):
         yield Chunk(rows, scores, case.rows("labels", rows), case.rows("mask", rows), case.ignore_index)
+
+
+def valid_rows(case: Case) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a case, and which of their voxels count ``(N, rows, ...)``. Scores are not read."""
+    for rows in row_slices(case.shape):
+        labels, mask = case.rows("labels", rows), case.rows("mask", rows)
+        valid = labels != case.ignore_index
+        yield rows, valid if mask is None else valid & mask
 
 
 def case_seed(seed: int, case: str) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from segcal.cases import CaseSet, Split
 from segcal.cases.calibrated import AnyCalibrator
 from segcal.cases.shares import in_shares
-from segcal.fitting.data import FitData, over_chunks
+from segcal.fitting.data import FitData, over_chunks, valid_rows
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import VoxelSample, VoxelSampler
 from segcal.kernels import Voxels
@@ -202,4 +202,4 @@ def _split(cases: CaseSet, seed: int) -> Split:
 
 def _any_valid(cases: CaseSet) -> bool:
     """Whether a voxel of these cases is neither ignored nor masked; reads no scores."""
-    return any(bool(cases[index].valid.any()) for index in range(len(cases)))
+    return any(bool(valid.any()) for index in range(len(cases)) for _, valid in valid_rows(cases[index]))

@@ -103,6 +103,7 @@ class CaseRegions:
         mask: ``(N, *spatial)`` bool, True where the voxel is valid.
         background: The class that is not foreground; None if every class is.
         seed: Seed of the local patches, which are shared by the N images; give every case its own.
+        distance: The distances to the boundary, if they are known: those of a part of an image depend on the rest.
 
     Examples:
         >>> regions = CaseRegions(torch.tensor([[0, 0, 0, 0, 1, 1]]))
@@ -123,8 +124,9 @@ class CaseRegions:
         mask: Tensor | None = None,
         background: int | None = 0,
         seed: int = 0,
+        distance: Tensor | None = None,
     ) -> None:
-        self.labels, self.background = labels, background
+        self.labels, self.background, self._distance = labels, background, distance
         self.spacing = checked_spacing(spacing, labels)
         self.valid = valid_voxels(labels, ignore_index=ignore_index, mask=mask)
         self.seed = seed
@@ -142,7 +144,7 @@ class CaseRegions:
     @cached_property
     def distance(self) -> Tensor:
         """``(N, *spatial)`` float32 distance to the nearest boundary voxel, of invalid voxels too; inf without any."""
-        return distance_to(self.boundary, self.spacing)
+        return distance_to(self.boundary, self.spacing) if self._distance is None else self._distance
 
     @cached_property
     def bands(self) -> Tensor:

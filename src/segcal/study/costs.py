@@ -177,8 +177,8 @@ TRAINED = ("lts", "lts-ti", "ibts", "selective", "trust")
 
 #: Memory of a process with everything loaded, and what pictures and the page of a study add.
 BASE_BYTES, REPORT_BYTES = 470e6, 100e6
-# Bytes that ``evaluate`` keeps of a voxel besides its scores: label, regions, distance to the boundary.
-VOXEL_BYTES = 20.0
+#: Bytes that ``evaluate`` holds of a voxel besides its scores (label, regions, distance), and of how many at most.
+VOXEL_BYTES, MOST_VOXELS = 30.0, 2**22
 
 
 def results_bytes(size: DataSize) -> float:

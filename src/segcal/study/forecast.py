@@ -253,10 +253,10 @@ class Model:
         return self.machine.seconds(costs.EVALUATE, size) + volume + again + maps
 
     def _memory(self, cost: Cost, kept: float = 0.0) -> float:
-        """The peak: what is loaded, two cases or pieces of a large one, and ``kept`` bytes of each of its voxels."""
+        """The peak: what is loaded, two cases or pieces of a large one, and ``kept`` bytes of each voxel of a piece."""
         scores = 4 * self.size.largest * self.size.classes
-        case = 2 * (scores + 8 * self.size.largest) if scores <= PREFETCH_BYTES else 3 * 4 * CHUNK_VALUES
-        return costs.BASE_BYTES + case + kept * self.size.largest + cost.held(self.size)
+        case = 2 * (scores + 8 * self.size.largest) if scores <= PREFETCH_BYTES else 2 * 4 * CHUNK_VALUES
+        return costs.BASE_BYTES + case + kept * min(self.size.largest, costs.MOST_VOXELS) + cost.held(self.size)
 
     def _refused(self, id: str) -> str | None:
         calibrator = CALIBRATORS[id]()

@@ -278,8 +278,8 @@ def _case_values(cases: CaseSet, calibrators: Sequence[Calibrator]) -> dict[str,
         with naming(case=case.id):
             voxels = CaseVoxels(plan, case, dict(enumerate(calibrators)), threads)
             own = [VoxelStatistics(cases.num_classes, (DEFAULT_BINS,), classwise=False) for _ in calibrators]
-            for index, view, window, logits in voxels.pieces():
-                view.add_to(own[index], window, logits)
+            for index, view, piece in voxels.pieces():
+                view.add_to(own[index], piece)
         found[case.id] = [{name: metric(one) for name, metric in _METRICS.items()} for one in own]
         del case
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from segcal.calibrators import Calibrator
 from segcal.cases import CaseSet
-from segcal.cases.calibrated import AnyCalibrator, case_scores, of_channel
+from segcal.cases.calibrated import AnyCalibrator, of_channel, score_pieces
 from segcal.files.atomic import atomic_path
 from segcal.types import Case
 
@@ -125,25 +125,31 @@ def _falling(values: Mapping[Place, float]) -> list[Place]:
 
 def _panels(case: Case, calibrator: AnyCalibrator) -> Iterator[tuple[int | None, dict[str, Pixels]]]:
     """For every slice shown: its index (None in 2D) and its pictures by name."""
-    whole = None if calibrator is None else case_scores(case, calibrator)
-    places: Sequence[int | None] = [None]
-    if len(case.shape) == 5:
-        depth = case.shape[2]
-        places = sorted({int(place) for place in np.linspace(0, depth - 1, min(SLICES, depth)).round()})
-    for place in places:
-        labels, valid = _plane(case.labels[0][None], place)[0], _plane(case.valid[0][None], place)[0]
-        image = None if case.image is None else _plane(case.image[0], place)
-        log_probs = None if whole is None else _plane(whole[0], place)
-        yield place, _pictures(_plane(case.logits[0], place), labels, valid, image, log_probs)
+    axes, depth = len(case.shape) - 2, case.shape[2]
+    every = -(-max(case.shape[2:][-2:]) // PIXELS)
+    places = sorted({int(place) for place in np.linspace(0, depth - 1, min(SLICES, depth)).round()})
+    rows, columns = (places, 2) if axes == 3 else (range(0, depth, every), axes - 1)
+    seen = _rows_seen(case, calibrator, torch.tensor(rows), (..., *[slice(None, None, every)] * columns))
+    for number, place in enumerate(places if axes == 3 else [None]):
+        planes = (one if axes == 2 else one[:, number] if axes == 3 else one[:, None] for one in seen)
+        logits, labels, valid, *more = planes
+        image = more.pop() if case.source.image(slice(0, 1)) is not None else None
+        yield place, _pictures(logits, labels[0], valid[0], image, more[0] if more else None)
 
 
-def _plane(tensor: Tensor, place: int | None) -> Tensor:
-    """``(channels, H, W)``, subsampled to the size of a picture (labels cannot be averaged)."""
-    plane = tensor if place is None else tensor[:, place]
-    if plane.ndim == 2:  # a line of voxels
-        plane = plane[:, None]
-    step = -(-max(plane.shape[1:]) // PIXELS)
-    return plane[:, ::step, ::step]
+def _rows_seen(case: Case, calibrator: AnyCalibrator, rows: Tensor, columns: Any) -> list[Tensor]:
+    """Some rows and columns ``(channels, rows, ...)`` of logits, labels and valid voxels, and of calibrated scores and
+    the image if there are any. The case is read piece by piece; labels cannot be averaged, so others are left out."""
+    if not case.source.sliceable:
+        case.load()
+    parts = []
+    for piece, scores in score_pieces(case, calibrator):
+        chunk, image = case.chunk(piece), case.source.image(piece)
+        found = [chunk.logits[0], chunk.labels[:1], chunk.valid[:1]]
+        found += ([] if calibrator is None else [scores[0]]) + ([] if image is None else [image[0]])
+        own = rows[(rows >= piece.start) & (rows < piece.stop)] - piece.start
+        parts.append([one.cpu().index_select(1, own)[columns] for one in found])
+    return [torch.cat(own, 1) for own in zip(*parts, strict=True)]
 
 
 def _pictures(
