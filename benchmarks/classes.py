@@ -82,6 +82,7 @@ def make(folder: Path, classes: int, cases: int, size: int) -> None:
     factor = shared.uniform(0.8, 2.5, classes).astype(np.float32)
     for name in ("logits", "labels"):
         (folder / name).mkdir(parents=True)
+    (folder / "segcal.toml").write_text("ignore_index = -1\n")
     for case in range(cases):
         random = np.random.default_rng(1 + case)
         field = np.stack([gaussian_filter(random.normal(size=(size, size)), 6) for _ in range(_DIMENSIONS)], -1)

@@ -52,6 +52,7 @@ def volume(folder: Path) -> None:
 
 def image(folder: Path) -> None:
     """Two small images with a thousand classes."""
+    (folder / "segcal.toml").write_text("ignore_index = -1\n")
     random = np.random.default_rng(0)
     for case in ("a", "b"):
         labels = random.integers(0, MANY_CLASSES, (8, 8)).repeat(8, 0).repeat(8, 1)

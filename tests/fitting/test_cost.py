@@ -22,7 +22,7 @@ def unread():
 
 
 def many_classes(count):
-    return CaseSet([CaseRef(name, unread) for name in "abcd"], num_classes=count)
+    return CaseSet([CaseRef(name, unread) for name in "abcd"], num_classes=count, ignore_index=-1)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_thousand_classes_are_scaled_by_vectors():
     random = torch.Generator().manual_seed(0)
     z = 3 * torch.randn(100, 1000, generator=random)
     y = (z + torch.randn(z.shape, generator=random)).argmax(1)
-    report = CALIBRATORS["vs"]().fit(z, y).fit_report
+    report = CALIBRATORS["vs"]().fit(z, y, ignore_index=-1).fit_report
     assert report.converged
     assert report.nll_after < report.nll_before
     assert len(report.notes) == 3
@@ -120,7 +120,7 @@ def thousand_classes():
 @pytest.mark.parametrize("name", ["ts", "ets", "vs", "isotonic", "trust"])
 def test_a_thousand_classes_are_fitted_and_labels_are_kept(name):
     z, y = thousand_classes()
-    calibrator = CALIBRATORS[name]().fit(z, y)
+    calibrator = CALIBRATORS[name]().fit(z, y, ignore_index=-1)
     assert calibrator.fit_report.nll_after <= calibrator.fit_report.nll_before
     mapped = calibrator(z)
     assert torch.allclose(mapped.exp().sum(1), torch.ones(2, 8, 8), atol=1e-4)
@@ -135,3 +135,11 @@ def test_all_metrics_of_a_thousand_classes():
     assert results.value("nll") == pytest.approx(float(expected), rel=1e-5)
     assert 0 < results.value("ece") < 1
     assert results.value("accuracy") == pytest.approx(float((z.argmax(1) == y).double().mean()))
+
+
+def test_a_class_that_would_be_ignored_by_default_is_noticed():
+    z, y = thousand_classes()
+    with pytest.raises(InputError, match="label 255 is ignored, and is one of the 1000 classes.*ignore_index = -1"):
+        CALIBRATORS["ts"]().fit(z, y)
+    tensors_as_cases(z[:, :255], y.clamp(max=254), 255, None)
+    tensors_as_cases(z, y, 0, None)  # the background may be ignored

@@ -58,10 +58,17 @@ class _Coordinates:
             curvature = np.stack((second - centre * first, count), 1)
         else:
             if not form.constrained:
-                turn = np.linalg.eigh((rows.x * rows.weight[:, None]).T @ rows.x)[1]
+                gram = (rows.x * rows.weight[:, None]).T @ rows.x
+                if form.equal_row_sums:  # one axis, the last, is that of the sum that all rows share
+                    along = np.append(np.ones(len(gram) - 1), 0) / np.sqrt(len(gram) - 1)
+                    across = np.eye(len(gram)) - np.outer(along, along)
+                    gram = across @ gram @ across + 2 * np.trace(gram) * np.outer(along, along)
+                turn = np.linalg.eigh(gram)[1]
                 ridge = np.broadcast_to(ridge.mean(1, keepdims=True), theta.shape)
             curvature = diagonal(rows, theta, form.features, turn)
         curvature = curvature / problem.first.total + ridge
+        if form.equal_row_sums:
+            curvature[:, -1] = curvature[:, -1].mean()
         scale = 1 / np.sqrt(np.maximum(curvature, _FLOOR * curvature.max(initial=1e-300)))
         return cls(form, scale, turn, centre, unseen, unseen * theta.mean(0))
 
