@@ -11,6 +11,7 @@ from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
+from segcal.cli.info import doctor_command, show_command
 from segcal.cli.overview import SUMMARIES, new_app
 from segcal.cli.plan import plan_command
 from segcal.cli.ranks import in_ranks
@@ -25,11 +26,13 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     fit_command,
     apply_command,
     compare_command,
+    show_command,
     pack_command,
     scenes_command,
     demo_command,
     train_command,
     convert_command,
+    doctor_command,
 )
 for _name, _command in zip(SUMMARIES, _COMMANDS, strict=True):
     app.command(_name)(stoppable(in_ranks(_name, _command)))

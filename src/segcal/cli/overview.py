@@ -14,11 +14,13 @@ SUMMARIES = {
     "fit": "Fit one calibrator, and compare metrics before and after on held-out cases.",
     "apply": "Write calibrated probabilities in the format and geometry of the input. Needs no labels.",
     "compare": "Compare calibrators on your data, and recommend one to deploy.",
+    "show": "Show what is in a calibrator: its method, its map, and how the fit went.",
     "pack": "Convert any dataset to the fast layout: one uncompressed, memory-mapped array per case.",
     "scenes": "Write synthetic scenes as a dataset: images, labels, overconfident logits, and the true posterior.",
     "demo": "Run segcal on synthetic scenes: write, check and evaluate them, and compare ten calibrators.",
     "train": "Train a network with any of segcal's losses.",
     "convert": "Unpack an image dataset for training.",
+    "doctor": "Show what segcal finds on this machine: versions, processors, compiled kernels, optional packages.",
 }
 
 
