@@ -7,7 +7,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-import segcal.cli
+import segcal.cli.console
 
 # Tests run in parallel processes: more threads each would only get in each other's way.
 torch.set_num_threads(1)
