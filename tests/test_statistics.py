@@ -224,8 +224,11 @@ def test_many_overlapping_regions():
 
 
 BAD = {
-    "labels of another shape": ({"labels": torch.zeros(3, 21, 39).long()}, r"labels has shape \(3, 21, 39\)"),
-    "labels that are no integers": ({"labels": torch.zeros(3, 21, 40)}, "dtype torch.float32; expected .* integers"),
+    "labels of another shape": ({"labels": torch.zeros(3, 21, 39).long()}, r"labels have shape \(3, 21, 39\)"),
+    "labels that are no integers": (
+        {"labels": torch.zeros(3, 21, 40)},
+        "dtype torch.float32; expected .* integer type",
+    ),
     "mask of another shape": ({"mask": torch.ones(3, 40, 21).bool()}, r"mask has shape \(3, 40, 21\)"),
     "mask that is no bool": ({"mask": torch.ones(3, 21, 40)}, "mask has .* torch.float32"),
     "logits of other classes": ({"logits": torch.zeros(3, 5, 21, 40)}, "5 classes; expected 4"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from segcal import calibrators, fusion, losses, metrics, regions, scores, synthetic
     from segcal.calibrators import CALIBRATORS, load
-    from segcal.cases import CaseSet, open_cases, write_dataset
+    from segcal.cases import CaseSet, cases_from, open_cases, write_dataset
     from segcal.errors import SegcalError
     from segcal.evaluation.apply import apply
     from segcal.evaluation.check import CheckReport, check
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 # Names are imported when they are first used: ``import segcal`` and ``segcal --help`` need not wait for PyTorch.
 _HOMES = {
     "segcal.calibrators": ("CALIBRATORS", "load"),
-    "segcal.cases": ("CaseSet", "open_cases", "write_dataset"),
+    "segcal.cases": ("CaseSet", "cases_from", "open_cases", "write_dataset"),
     "segcal.errors": ("SegcalError",),
     "segcal.evaluation.apply": ("apply",),
     "segcal.evaluation.check": ("CheckReport", "check"),
@@ -60,6 +60,7 @@ __all__ = [
     "VoxelStatistics",
     "apply",
     "calibrators",
+    "cases_from",
     "check",
     "compare",
     "evaluate",

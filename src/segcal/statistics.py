@@ -19,6 +19,7 @@ from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
 from segcal.kernels.atoms import add_distances, atoms_of, check_tensors, region_masks
 from segcal.kernels.tally import Total
+from segcal.scores import checked_labels
 
 EVERYTHING = "everything"
 #: A region, or several for their intersection.
@@ -122,7 +123,7 @@ class VoxelStatistics:
         Args:
             logits: Logits or log-probabilities ``(N, C, *spatial)`` or ``(N, C)``, any floating dtype, device and
                 strides. ``-inf`` means that a class is impossible.
-            labels: Integers ``(N, *spatial)``.
+            labels: Integers ``(N, *spatial)``, or ``(N, 1, *spatial)``.
             ignore_index: Voxels with this label do not count.
             mask: ``(N, *spatial)`` bool, True where a voxel counts.
             regions: ``{name: (N, *spatial) bool}`` for exactly the regions given at construction; voxels may be in
@@ -139,6 +140,7 @@ class VoxelStatistics:
             >>> stats.update(logits, labels, regions={"left": torch.tensor([[True, True, False, False]])}).count("left")
             2
         """
+        labels = checked_labels(logits, labels)
         voxels = Voxels(
             logits=logits, labels=labels, top_grid=self.top_grid, class_grid=self.class_grid,
             ignore_index=ignore_index, mask=mask, uncalibrated=uncalibrated, score_map=score_map,

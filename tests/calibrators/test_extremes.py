@@ -5,7 +5,7 @@ import torch
 
 import segcal
 from segcal.calibrators import CALIBRATORS
-from segcal.cases.caseset import tensors_as_cases
+from segcal.cases.tensors import tensors_as_cases
 from segcal.errors import InputError
 from segcal.scores import DEPTH, only_possible
 

@@ -118,7 +118,7 @@ def test_bad_voxels_are_named(monkeypatch, piece: int, spatial: tuple[int, ...])
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
-        (torch.zeros(1, 2, 3), torch.zeros(1, 4, dtype=torch.int64), "labels has shape"),
+        (torch.zeros(1, 2, 3), torch.zeros(1, 4, dtype=torch.int64), "labels have shape"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), "floating point"),
         (torch.zeros(1, 2, 3), torch.zeros(1, 3), "integers"),
     ],

@@ -9,7 +9,7 @@ import segcal
 from reference.calibrators import drawn
 from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseRef, CaseSet
-from segcal.cases.caseset import tensors_as_cases
+from segcal.cases.tensors import tensors_as_cases
 from segcal.errors import InputError
 from segcal.fitting import cost, first_pass
 

@@ -5,7 +5,7 @@ import pytest
 
 from reference.calibrators import drawn
 from segcal.calibrators import CALIBRATORS
-from segcal.cases.caseset import tensors_as_cases
+from segcal.cases.tensors import tensors_as_cases
 from segcal.fitting import expert_exact
 from segcal.fitting.expert_exact import ExpertProblem
 from segcal.fitting.first_pass import FirstPass

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from reference.calibrators import drawn
 from segcal.calibrators import CALIBRATORS
-from segcal.cases.caseset import tensors_as_cases
+from segcal.cases.tensors import tensors_as_cases
 from segcal.fitting import cost, expert_exact, expert_limited, first_pass
 from segcal.fitting.expert_exact import fit_exactly
 from segcal.fitting.expert_form import Strengths

@@ -6,7 +6,7 @@ import torch
 
 from segcal.calibrators import CALIBRATORS, CMSOrderPreserving, EnsembleTemperatureScaling, SelectiveScaling
 from segcal.calibrators.base import FitData
-from segcal.cases.caseset import tensors_as_cases
+from segcal.cases.tensors import tensors_as_cases
 from segcal.fitting.first_pass import held_out_samples, hold_out
 from segcal.fitting.measured import Detection, compared
 from segcal.fitting.sampling import VoxelSampler

@@ -19,9 +19,9 @@ from typing_extensions import Self
 
 from segcal.calibrators.module import CalibratorModule, become
 from segcal.calibrators.per_channel import channel_pieces, for_each_channel, report_of_channels, split_channels
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Source
+from segcal.cases.batches import cases_to_fit
 from segcal.cases.calibrated import check_classes
-from segcal.cases.caseset import tensors_as_cases
 from segcal.cases.device import Device
 from segcal.errors import InputError, SegcalError, check_name, check_seed
 from segcal.files.atomic import atomic_path
@@ -33,7 +33,6 @@ from segcal.scores import at_least_float32, keep_argmax, only_possible
 from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
-TensorPair = tuple[Tensor, Tensor]
 
 #: The format of files: safetensors with JSON metadata. Those with a map for each channel of multi-label data have
 #: another version, so that no reader takes them for one map.
@@ -104,12 +103,12 @@ class Calibrator(CalibratorModule, ABC):
 
     def fit(
         self,
-        data: CaseSet | Tensor,
-        labels: Tensor | None = None,
+        data: Source,
+        labels: Any = None,
         *,
-        validation: CaseSet | TensorPair | None = None,
+        validation: Source | None = None,
         ignore_index: int = 255,
-        mask: Tensor | None = None,
+        mask: Any = None,
         voxels: VoxelBudget = "auto",
         device: Device | None = None,
         seed: int = 0,
@@ -117,33 +116,30 @@ class Calibrator(CalibratorModule, ABC):
         """Fit to cases, or to logits and labels, and return self. If this raises, the calibrator is unchanged.
 
         Args:
-            data: A case set, which is streamed, or logits ``(N, C, *spatial)`` or ``(N, C)``.
-            labels: ``(N, *spatial)``, with logits.
-            validation: Cases, or (logits, labels), for early stopping and selection. Without them, calibrators that
-                need them hold out a fifth of the cases (of a single case, a fifth of its voxels) and say so in the
-                report. Exact fits do not need them.
+            data: A case set, which is streamed, or logits ``(N, C, *spatial)`` or ``(N, C)``, or anything else that
+                ``segcal.cases_from`` takes, such as a DataLoader.
+            labels: ``(N, *spatial)`` or ``(N, 1, *spatial)``, with logits.
+            validation: Cases, (logits, labels), or batches, for early stopping and selection. Without them, calibrators
+                that need them hold out a fifth of the cases (of a single case, a fifth of its voxels) and say so in
+                the report. Exact fits do not need them.
             ignore_index: The label of voxels to ignore, with logits.
             mask: ``(N, *spatial)`` bool, True for voxels to use, with logits.
             voxels: ``"auto"`` may fit to a stratified sample, ``"all"`` is exact; ``fit_report`` says what was used.
             device: Where to compute: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``; None for where the data are.
             seed: Seeds all random numbers.
         """
-        if isinstance(data, CaseSet) == (labels is not None):
-            problem = "labels come with cases" if labels is not None else "logits come without labels"
-            raise InputError(problem, expected="fit(cases) or fit(logits, labels)")
         check_name("voxels", voxels, ("auto", "all"))
         check_seed(seed)
-        cases = data if isinstance(data, CaseSet) else tensors_as_cases(data, labels, ignore_index, mask)
+        cases = cases_to_fit(data, labels, ignore_index, mask)
         if not len(cases):
             raise InputError("no cases to fit to", expected="at least one")
         cases = cases.on(device)
-        if isinstance(validation, tuple):
-            validation = tensors_as_cases(*validation, ignore_index, None)
+        chosen_on: CaseSet | None = None
         if validation is not None:
-            validation = validation.on(device)
-            check_classes(validation, cases, have="validation has", whose="what is fitted to")
+            chosen_on = cases_to_fit(validation, None, ignore_index, None).on(device)
+            check_classes(chosen_on, cases, have="validation has", whose="what is fitted to")
         if cases.channel_names is None:
-            return self._become(cases, lambda trial: trial._fit(FitData(cases, validation, voxels, seed)))
+            return self._become(cases, lambda trial: trial._fit(FitData(cases, chosen_on, voxels, seed)))
 
         def fit_channel(index: int, own: CaseSet, held_out: CaseSet | None) -> Calibrator:
             # Channels that were tuned keep their own arguments.
@@ -151,7 +147,7 @@ class Calibrator(CalibratorModule, ABC):
             start = copy.deepcopy(self.per_channel[index]) if tuned else self.single()
             return start.fit(own, validation=held_out, voxels=voxels, seed=seed)
 
-        return self.take_channels(cases.channel_names, for_each_channel(fit_channel, cases, validation))
+        return self.take_channels(cases.channel_names, for_each_channel(fit_channel, cases, chosen_on))
 
     @property
     def per_channel(self) -> Sequence[Self]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segcal.cases import CaseSet, Source, cases_from
 from segcal.cases.caseset import numbered_channels
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import open_array
@@ -26,8 +28,9 @@ from segcal.files.remote import as_path
 from segcal.metrics import Measure, accuracy, confidence_balance, entropy, nll
 from segcal.metrics.diagnosis import verdict, verdicts_in_words
 from segcal.parallel.threads import torch_threads
+from segcal.scores import sum_to_one
 from segcal.statistics import VoxelStatistics
-from segcal.types import Case, row_slices
+from segcal.types import Case, CaseSource, row_slices
 
 _Metric = Callable[[VoxelStatistics], float]
 # Voxels along each axis of the grid on which labels and prediction are compared with their transposes.
@@ -146,12 +149,17 @@ def _confidence(statistics: VoxelStatistics) -> Measure:
 GLANCE: dict[str, _Metric] = {"accuracy": accuracy, "confidence": _confidence, "nll": nll, "entropy": entropy}
 
 
-def check(path: str | Path, *, progress: Callable[[str], None] = lambda case: None, **declared: Any) -> CheckReport:
-    """Read all files of a dataset and report what it holds and everything that is wrong with it.
+def check(
+    path: str | Path | Source, *, progress: Callable[[str], None] = lambda case: None, **declared: Any
+) -> CheckReport:
+    """Read all files of a dataset, or all batches, and report what they hold and everything that is wrong with them.
 
     Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises an error.
-    Takes the keywords of ``segcal.open_cases``. ``progress`` is called with the name of each case before it is read.
+    Takes the keywords of ``segcal.open_cases`` or, for batches, of ``segcal.cases_from``.
+    ``progress`` is called with the name of each case before it is read.
     """
+    if not isinstance(path, str | os.PathLike):
+        return _check_cases(cases_from(path, **declared), progress)
     found = find_cases(as_path(path), **declared)
     if found.config.classes is None:
         found = replace(found, config=replace(found.config, classes=_usual_channels(found)))
@@ -197,56 +205,93 @@ def _usual_channels(found: Found) -> int | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
-    failed: set[str] = set()
+def _check_cases(cases: CaseSet, progress: Callable[[str], None]) -> CheckReport:
+    """The report of cases that are no files."""
+    report = CheckReport(
+        root="cases",
+        layout="batches",
+        kind="logits",
+        pooling=None,
+        members=(),
+        class_names=cases.channel_names or cases.class_names,
+        ignore_index=cases.ignore_index,
+        cases=len(cases),
+        background=cases.background,
+        channels=len(cases.channel_names) if cases.channel_names else cases.num_classes,
+        multilabel=cases.channel_names is not None,
+        notes=list(cases.notes),
+    )
+    with torch_threads(1):
+        for ref in cases.refs:
+            progress(ref.id)
+            attempt = _Attempts(ref.id, report)
+            if (case := attempt("batch", ref.open)) is not None:
+                _check_voxels(case, report, attempt)
+    _add_notes(report)
+    return report
 
-    def attempt(name: str, read: Callable[[], Any]) -> Any:
-        """Read, and report the first problem of each kind of file. Any exception is a problem of this case only."""
-        if name in failed:
+
+class _Attempts:
+    """Reads, and reports the first problem of each kind of file. Any exception is a problem of this case only."""
+
+    def __init__(self, id: str, report: CheckReport) -> None:
+        self.id, self.report = id, report
+        self.failed: set[str] = set()
+
+    def __call__(self, name: str, read: Callable[[], Any]) -> Any:
+        if name in self.failed:
             return None
         try:
             return read()
         except UnreachableError:
             raise
         except SegcalError as error:
-            report.problems.append(error)
+            self.report.problems.append(error)
         except Exception as error:
             problem = f"cannot be read ({type(error).__name__}: {error})"
-            report.problems.append(DataError(problem, case=files.id, where=name))
-        failed.add(name)
+            self.report.problems.append(DataError(problem, case=self.id, where=name))
+        self.failed.add(name)
         return None
 
+
+def _check_case(files: CaseFiles, found: Found, report: CheckReport) -> None:
+    attempt = _Attempts(files.id, report)
     source = attempt("files", lambda: DiskCase(files, found.config))
     if source is None:
         return
     stored = source.members[0]
     report.channels = stored.shape[0]
-    report.shapes[source.spatial] += 1
     report.dtypes[str(stored.file.dtype)] += 1
     report.formats[source.suffix.lower()] += 1
+    case = Case(source)
+    if source.num_members and not source.sliceable:  # Otherwise every part would decode all members again.
+        attempt("logits", lambda: case.logits)
+    _check_voxels(case, report, attempt, labelled=files.label is not None)
+
+
+def _check_voxels(case: Case, report: CheckReport, attempt: _Attempts, *, labelled: bool = True) -> None:
+    source = case.source
+    report.shapes[source.spatial] += 1
     report.spacings[source.spacing] += 1
     if not report.statistics:
         report.statistics = [VoxelStatistics(source.num_classes, (), classwise=False) for _ in range(source.batch)]
     agreement = _Agreement(source)
-    case = Case(source)
-    if source.num_members and not source.sliceable:  # Otherwise every part would decode all members again.
-        attempt("logits", lambda: case.logits)
     for rows in row_slices((source.batch, source.num_classes, *source.spatial)):
         logits = attempt("logits", partial(case.rows, "logits", rows))
-        labels = attempt("labels", partial(source.labels, rows)) if files.label else None
-        mask = attempt("mask", partial(source.mask, rows))
+        labels = attempt("labels", partial(case.rows, "labels", rows)) if labelled else None
+        mask = attempt("mask", partial(case.rows, "mask", rows))
         image = attempt("image", partial(source.image, rows))
         if image is not None and not bool(torch.isfinite(image).all()):
-            failed.add("image")
+            attempt.failed.add("image")
             report.problems.append(DataError("NaN or infinite values", case=source.id, where="image"))
         if logits is not None and rows.start == 0:
-            report.like_probabilities &= _sums_to_one(logits)
+            report.like_probabilities &= sum_to_one(logits)
         if logits is not None and labels is not None:
             _add_voxels(report, logits, labels, mask)
             agreement.add(rows, logits, labels)
     if agreement.better_transposed():
         problem = "the labels fit the scores better transposed: wrong axis order? (axes = 'xyz')"
-        report.notes.append(f"case '{files.id}': {problem}")
+        report.notes.append(f"case '{source.id}': {problem}")
 
 
 def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tensor | None) -> None:
@@ -264,19 +309,13 @@ def _add_voxels(report: CheckReport, logits: Tensor, labels: Tensor, mask: Tenso
             report.blank += int((blank & (logits == 0).all(1)).sum())
 
 
-def _sums_to_one(logits: Tensor) -> bool:
-    """Whether some rows that were declared as logits look like probabilities."""
-    some = logits[:, :, :: max(1, logits.shape[2] // 8)]
-    return bool((some.min() >= 0) & ((some.sum(1) - 1).abs().max() < 1e-3))
-
-
 class _Agreement:
     """Whether the labels match the prediction better transposed, for shapes that are the same either way.
 
     Every ``step``-th voxel along every axis is compared: this grid is symmetric, too.
     """
 
-    def __init__(self, source: DiskCase) -> None:
+    def __init__(self, source: CaseSource) -> None:
         self.symmetric = source.spatial == source.spatial[::-1] and len(source.spatial) > 1
         self.step = max(1, min(source.spatial) // _AGREEMENT_SIZE)
         self.parts: list[tuple[Tensor, Tensor]] = []

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Source, cases_from
 from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
 from segcal.cases.device import Device
 from segcal.cases.shares import in_shares
@@ -41,7 +41,7 @@ _Key = tuple[str, int]
 
 
 def evaluate(
-    cases: CaseSet,
+    cases: Source,
     calibrator: AnyCalibrator = None,
     *,
     metrics: Sequence[str | Column] = DEFAULT_METRICS,
@@ -60,7 +60,7 @@ def evaluate(
     sums are kept, however many voxels it has.
 
     Args:
-        cases: What to evaluate.
+        cases: What to evaluate: cases, or anything else that ``segcal.cases_from`` takes, such as a DataLoader.
         calibrator: A map from logits to log-probabilities, or None to evaluate the scores as they are.
         metrics: Ids of ``segcal.METRICS``, optionally with options (``"ece[num_bins=50]"``), each in every region; or
             ``segcal.metrics.Column`` objects, which name their region, such as those of a preset.
@@ -81,6 +81,7 @@ def evaluate(
         >>> results.value("ece") < results.value("ece", region="boundary")
         True
     """
+    cases = cases_from(cases)
     plan = Plan.make(metrics, regions, masks, seed=seed, exact=exact, background=cases.background)
     options: dict[str, Any] = {"workers": workers, "progress": progress, "unfinished": unfinished}
     return evaluate_many(plan, cases.on(device), {"": calibrator}, **options)[""]

@@ -16,6 +16,7 @@ from segcal.kernels import Voxels
 from segcal.kernels.atoms import check_tensors
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions
+from segcal.scores import checked_labels
 from segcal.types import row_slices
 
 #: The names of the maps.
@@ -127,8 +128,9 @@ def checked_parts(logits: Tensor, labels: Tensor, valid: Tensor) -> Iterator[Sco
         >>> [part.columns.shape for part in parts]
         [torch.Size([3, 4])]
     """
+    labels = checked_labels(logits, labels)
     voxels = Voxels(logits, labels, mask=valid)
-    check_tensors(logits.shape[1] if logits.ndim > 1 else 0, voxels)
+    check_tensors(logits.shape[1], voxels)
     whole = logits.detach()
     if logits.ndim == 2:
         whole, labels, valid = whole.t()[None], labels[None], valid[None]

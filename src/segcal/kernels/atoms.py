@@ -16,17 +16,11 @@ _MAX_ATOMS = 256  # a slot is a uint8
 
 
 def check_tensors(num_classes: int, voxels: Voxels, distance: Tensor | None = None) -> None:
-    """Raise unless logits are ``(N, C, *spatial)`` and the others, where given, ``(N, *spatial)`` of the right type."""
+    """Raise unless there are so many classes, and what comes with the labels is ``(N, *spatial)`` of the right type."""
     logits = voxels.logits
-    if logits.ndim < 2 or not logits.is_floating_point():
-        raise InputError(
-            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",
-            expected="(N, C, *spatial), floating point",
-        )
     if logits.shape[1] != num_classes:
         raise InputError(f"logits have {logits.shape[1]} classes", expected=f"{num_classes}")
     for name, tensor, dtype in (
-        ("labels", voxels.labels, "integers"),
         ("mask", voxels.mask, "bool"),
         ("distance", distance, "floating point"),
         ("uncalibrated", voxels.uncalibrated, "integers"),

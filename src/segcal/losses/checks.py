@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.scores import checked_labels
 
 Reduction = Literal["mean", "sum", "none"]
 Weights = Tensor | Sequence[float]
@@ -92,38 +93,13 @@ def prepare(logits: Tensor, labels: Tensor, ignore_index: int = 255) -> Batch:
         >>> batch.logits, batch.valid
         (tensor([[[1., 0.], [2., 0.]]]), tensor([[ True, False]]))
     """
-    _check_shapes(logits, labels)
-    if labels.ndim == logits.ndim:
-        labels = labels.squeeze(1)
+    labels = checked_labels(logits, labels)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     labels, valid = _check_labels(labels.long(), logits.shape[1], ignore_index)
     if valid is not None:
         # Done first, so that an infinite or NaN logit of an ignored voxel reaches neither sums nor gradients.
         logits = logits.masked_fill(~valid.unsqueeze(1), 0)
     return Batch(logits, labels, valid, logits.requires_grad and torch.is_grad_enabled())
-
-
-def _check_shapes(logits: Tensor, labels: Tensor) -> None:
-    if logits.ndim < 2 or not logits.is_floating_point():
-        raise InputError(
-            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}", expected="floating point (B, C, *S)"
-        )
-    if logits.shape[1] < 2:
-        raise InputError(
-            f"logits have {logits.shape[1]} channel",
-            expected="at least two classes",
-            fix="turn one sigmoid channel x into two: torch.cat((torch.zeros_like(x), x), 1)",
-        )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise InputError(
-            f"labels have dtype {labels.dtype}", expected="class indices of an integer type", fix="labels.long()"
-        )
-    batch, _, *space = logits.shape
-    if tuple(labels.shape) not in ((batch, *space), (batch, 1, *space)):
-        raise InputError(
-            f"labels have shape {tuple(labels.shape)}",
-            expected=f"{(batch, *space)} or {(batch, 1, *space)}, to go with logits of shape {tuple(logits.shape)}",
-        )
 
 
 def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:

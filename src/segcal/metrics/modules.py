@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from segcal.errors import InputError, MissingExtraError, check_name, did_you_mean
 from segcal.metrics import METRICS, MetricSpec, options_of, reliability
-from segcal.scores import KINDS, canonical_logits
+from segcal.scores import KINDS, canonical_logits, checked_labels
 from segcal.statistics import Layout, VoxelStatistics
 from segcal.types import Kind
 
@@ -121,7 +121,8 @@ class MulticlassCalibrationError(_Sums):
         self._add_states(_bins(self._nothing, n_bins))
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add voxels: ``preds (N, C, ...)`` logits or probabilities, ``target (N, ...)`` integers."""
+        """``preds (N, C, ...)``, logits or probabilities, integers ``target (N, ...)`` or ``(N, 1, ...)``."""
+        target = checked_labels(preds, target)
         logits = _logits(preds, target, self.kind, self.ignore_index)
         stats = self._nothing.empty_like().update(logits, target, ignore_index=self.ignore_index)
         self._accumulate(_bins(stats, self.n_bins))
@@ -184,10 +185,11 @@ class Calibration(_Sums):
         self._add_states(self._nothing.tensors())
 
     def update(self, preds: Tensor, target: Tensor, uncalibrated: Tensor | None = None) -> None:
-        """Add voxels: ``preds (N, C, ...)``, ``target (N, ...)`` integers.
+        """Add voxels: ``preds (N, C, ...)``, ``target (N, ...)`` or ``(N, 1, ...)`` integers.
 
         ``uncalibrated (N, ...)``, the argmax before calibration, is what ``flip`` compares with.
         """
+        target = checked_labels(preds, target)
         logits = _logits(preds, target, self.kind, self.ignore_index)
         stats = self._nothing.empty_like()
         stats.update(logits, target, ignore_index=self.ignore_index, uncalibrated=uncalibrated)
@@ -223,11 +225,6 @@ def _logits(preds: Tensor, target: Tensor, kind: Kind | Literal["auto"], ignore_
     """``preds`` as logits: as they are, or the logarithm of probabilities, where an ignored voxel may hold anything."""
     if kind == "logits":
         return preds
-    if preds.ndim < 2 or preds[:, 0].shape != target.shape:
-        raise InputError(
-            f"preds have shape {tuple(preds.shape)} and target {tuple(target.shape)}",
-            expected="(N, C, ...) and (N, ...)",
-        )
     ignored = torch.zeros_like(target, dtype=torch.bool) if ignore_index is None else target == ignore_index
     if kind == "auto" and not _look_like_probabilities(preds, ignored):
         return preds

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Source, cases_from
 from segcal.cases.device import Device
 from segcal.errors import InputError, check_whole
 from segcal.evaluation.evaluate import versions
@@ -45,12 +45,12 @@ Row = dict[str, Any]
 
 
 def compare(
-    cases: CaseSet,
+    cases: Source,
     methods: str | Sequence[str] = ("trust", "ts", "lts-ti", "cms-op"),
     repeats: int | None = None,
     *,
     output: str | Path | None = None,
-    shifted: Mapping[str, CaseSet] | None = None,
+    shifted: Mapping[str, Source] | None = None,
     model: Callable[[Tensor], Tensor] | None = None,
     shift: bool = False,
     workers: int = 1,
@@ -68,7 +68,7 @@ def compare(
     reported as failed, and the study goes on.
 
     Args:
-        cases: The dataset.
+        cases: The dataset, or anything else that ``segcal.cases_from`` takes, such as a DataLoader.
         methods: Ids of ``segcal.CALIBRATORS``, ``"all"``, or ``"decision-preserving"`` for those that keep labels.
         repeats: The number of splits, all different. By default 3 random ones, or the one that the dataset declares.
             Cases declared for testing are never fitted to or chosen on; with more repeats, the calibration and
@@ -96,21 +96,22 @@ def compare(
         >>> study.recommendation["method"], len(study.summary("nll"))
         ('ts', 3)
     """
+    cases, others = cases_from(cases), {name: cases_from(own) for name, own in (shifted or {}).items()}
     # With pooling spaces, the uncalibrated scores of each space take the place of the ensemble calibrator.
     ids = resolve_methods(methods, members=cases.num_members is not None and not settings.get("pooling"))
     asked = Settings(ids, repeats=1 if repeats is None else repeats, **settings)
     check_whole("workers", workers, 1)
-    if asked.robust and not shifted and not shift:
+    if asked.robust and not others and not shift:
         raise InputError("robust without shifted cases", expected="shifted= (--shifted) or shift= (--shift), or both")
     asked.check_members(cases)
     splits, origin, warnings = split_cases(cases, repeats, asked.fractions, asked.seed)
     asked = replace(asked, repeats=len(splits))
     cases = cases.on(device)
-    moved = given_sets(cases, {name: own.on(device) for name, own in (shifted or {}).items()})
+    moved = given_sets(cases, {name: own.on(device) for name, own in others.items()})
     if shift:
         moved += corrupted_sets(cases, model, asked)
     started = time.perf_counter()
-    inputs = [folder for read in (cases, *(shifted or {}).values()) for folder in read.folders]
+    inputs = [folder for read in (cases, *others.values()) for folder in read.folders]
     with ExitStack() as stack:
         if output is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="segcal-")))

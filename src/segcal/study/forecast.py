@@ -17,7 +17,7 @@ import torch
 
 from segcal.calibrators import CALIBRATORS
 from segcal.calibrators.experts import ExpertCalibrator
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Source, cases_from
 from segcal.cases.caseset import PREFETCH_BYTES
 from segcal.cases.device import Device, resolved
 from segcal.errors import InputError, check_whole, naming
@@ -145,7 +145,7 @@ class Forecast:
 
 
 def plan(
-    cases: CaseSet,
+    cases: Source,
     methods: str | Sequence[str] = ("trust", "ts", "lts-ti", "cms-op"),
     repeats: int | None = None,
     *,
@@ -159,7 +159,7 @@ def plan(
     once, scaled by a probe of this one.
 
     Args:
-        cases: The dataset.
+        cases: The dataset, or anything else that ``segcal.cases_from`` takes, such as a DataLoader.
         methods: Those of ``compare``, each with a row for its fit and one for its use.
         repeats: Those of ``compare``.
         device: Where the commands would compute: ``auto``, ``cpu``, ``cuda``; None for ``cpu``.
@@ -171,6 +171,7 @@ def plan(
         >>> [row.command for row in forecast.rows]
         ['evaluate', 'fit ts', 'apply ts', 'compare ts']
     """
+    cases = cases_from(cases)
     ids = resolve_methods(methods, members=cases.num_members is not None)
     if repeats is not None:
         check_whole("repeats", repeats, 1)

@@ -18,7 +18,7 @@ import torch
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.calibrators.per_channel import for_each_channel
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Source, cases_from
 from segcal.cases.calibrated import check_classes
 from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, check_name, check_seed, check_whole, import_extra, naming
@@ -63,8 +63,8 @@ class Trial:
 
 def tune(
     calibrator: Calibrator | str,
-    calibration: CaseSet,
-    validation: CaseSet | None = None,
+    calibration: Source,
+    validation: Source | None = None,
     *,
     select: Select = "nll",
     strengths: Sequence[float] = STRENGTHS,
@@ -87,7 +87,7 @@ def tune(
 
     Args:
         calibrator: A calibrator, whose other arguments are kept, or an id of ``segcal.CALIBRATORS``.
-        calibration: Images to fit to.
+        calibration: Images to fit to: cases, or anything else that ``segcal.cases_from`` takes.
         validation: Images to choose on.
         select: The metric to minimise, a mean over the validation images. If strengths are within a standard error of
             each other in ECE or Brier score, their NLL decides.
@@ -115,9 +115,10 @@ def tune(
     if isinstance(calibrator, str):
         check_name("calibrator", calibrator, CALIBRATORS)
         calibrator = CALIBRATORS[calibrator]()
-    if validation is not None:
-        check_classes(validation, calibration, have="validation has", whose="calibration")
-    return _Tuning(calibrator, calibration, validation, select, strengths, trials, voxels, seed, progress).tuned()
+    cases, others = cases_from(calibration), None if validation is None else cases_from(validation)
+    if others is not None:
+        check_classes(others, cases, have="validation has", whose="calibration")
+    return _Tuning(calibrator, cases, others, select, strengths, trials, voxels, seed, progress).tuned()
 
 
 @dataclass(frozen=True)

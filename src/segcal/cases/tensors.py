@@ -1,0 +1,188 @@
+"""Tensors and numpy arrays as cases: one batch of logits and labels, checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segcal.cases.caseset import CaseRef, CaseSet
+from segcal.cases.disk import check_labels
+from segcal.errors import InputError, check_name
+from segcal.scores import canonical_logits, checked_labels, checked_mask, sum_to_one
+from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind
+
+# The number of cases that the images of a tensor are divided into, if there are that many.
+_TENSOR_CASES = 10
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Scores ``(N, C, *spatial)``, labels and mask ``(N, *spatial)`` of N images, and their names if they have any."""
+
+    scores: Tensor
+    labels: Tensor
+    mask: Tensor | None
+    kind: Kind
+    ids: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, given: Any, kind: Kind) -> Batch:
+        """Check a pair ``(logits, labels)`` or a dict with these names, of tensors or arrays."""
+        check_name("kind", kind, get_args(Kind))
+        if isinstance(given, Mapping):
+            names = [name for name in ("logits", "probs") if name in given]
+            if len(names) != 1 or "labels" not in given:
+                have = ", ".join(map(str, given)) or "nothing"
+                raise InputError(f"the batch holds {have}", expected="logits or probs, labels, and perhaps mask and id")
+            if names[0] == "logits" and kind == "probs":
+                raise InputError("the batch holds logits", expected="probs, as kind='probs' says")
+            kind = "logits" if names[0] == "logits" else "probs"
+            scores, labels, mask, ids = (given.get(name) for name in (kind, "labels", "mask", "id"))
+        elif is_pair(given):
+            (scores, labels), mask, ids = given, None, None
+        else:
+            raise InputError(
+                f"the batch is {_in_words(given)}",
+                expected="(logits, labels), or a dict of logits or probs, labels, and perhaps mask and id",
+            )
+        return cls.checked(scores, labels, mask, kind, ids)
+
+    @classmethod
+    def checked(cls, scores: Any, labels: Any, mask: Any, kind: Kind, ids: Any = None) -> Batch:
+        """Check shapes and types. Labels and masks may have a channel axis of length 1."""
+        scores, labels = _tensor("logits", scores), _tensor("labels", labels)
+        if 0 in scores.shape:
+            raise InputError(f"logits have shape {tuple(scores.shape)}", expected="at least one voxel")
+        labels = checked_labels(scores, labels)
+        if mask is not None:
+            mask = _tensor("mask", mask)
+            mask = checked_mask(mask.squeeze(1) if mask.ndim == labels.ndim + 1 else mask, labels, "mask")
+        if scores.ndim == 2:  # (N, C) is a row of N voxels
+            scores, labels, mask = scores.T[None], labels[None], None if mask is None else mask[None]
+        if kind == "logits" and sum_to_one(scores):
+            raise InputError(
+                "the values are in [0, 1] and sum to 1 over the classes: these look like probabilities",
+                expected="logits, as declared",
+                fix="segcal.cases_from(..., kind='probs'), or give the values before the softmax",
+            )
+        return cls(scores.detach(), labels, mask, kind, None if ids is None else _names(ids, len(scores)))
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def check_values(self, ignore_index: int) -> None:
+        """Raise if a label that counts is of no class."""
+        lowest, highest = torch.stack(torch.aminmax(self.labels)).tolist()
+        if lowest < 0 or highest >= self.scores.shape[1]:
+            counting = self.labels if self.mask is None else self.labels.where(self.mask, ignore_index)
+            check_labels(counting.cpu().numpy(), self.scores.shape[1], ignore_index)
+
+    def image(self, index: int) -> Batch:
+        """One of the images."""
+        parts = (None if part is None else part[index : index + 1] for part in (self.scores, self.labels, self.mask))
+        scores, labels, mask = (None if part is None else _usual(part) for part in parts)
+        assert scores is not None
+        assert labels is not None
+        return replace(self, scores=scores, labels=labels, mask=mask)
+
+    def case(self, id: str, ignore_index: int) -> Case:
+        """The images as a case, with logits in float32 as files give them."""
+        logits = canonical_logits(self.scores, self.kind).float()
+        return Case(TensorSource(id, logits, self.labels.long(), self.mask, ignore_index))
+
+
+def is_pair(given: Any) -> bool:
+    """Whether this is logits and labels, tensors or arrays."""
+    return (
+        isinstance(given, tuple | list)
+        and len(given) == 2
+        and all(isinstance(one, Tensor | np.ndarray) for one in given)
+    )
+
+
+def tensors_as_cases(logits: Any, labels: Any, ignore_index: int, mask: Any) -> CaseSet:
+    """Check logits ``(N, C, *spatial)`` or ``(N, C)`` and labels, and divide them into cases for a fit.
+
+    Examples:
+        >>> len(tensors_as_cases(torch.zeros(20, 3, 8, 8), torch.zeros(20, 8, 8).long(), 255, None))
+        10
+    """
+    return batch_as_cases(Batch.checked(logits, labels, mask, "logits"), ignore_index)
+
+
+def batch_as_cases(batch: Batch, ignore_index: int) -> CaseSet:
+    """The images of a batch as about ten cases."""
+    logits = batch.scores if batch.kind == "logits" else canonical_logits(batch.scores, batch.kind)
+    labels, mask = batch.labels, batch.mask
+    refs = []
+    # Several images make a case: few enough to hold some cases out, enough to keep the overhead per case small.
+    size = max(1, min(len(logits) // _TENSOR_CASES, CHUNK_VALUES // max(1, logits[:1].numel())))
+    for n in range(0, len(logits), size):
+        some = slice(n, n + size)
+        source = TensorSource(
+            f"tensors[{n}]", logits[some], labels[some], None if mask is None else mask[some], ignore_index
+        )
+        refs.append(CaseRef(source.id, partial(Case, source), memory=logits.device.type))
+    return CaseSet(refs, num_classes=logits.shape[1], ignore_index=ignore_index)
+
+
+class TensorSource(CaseSource):
+    """Tensors as a case."""
+
+    sliceable, spacing = True, None
+
+    def __init__(self, id: str, logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int) -> None:
+        self.id = id
+        self.batch, self.num_classes, *spatial = logits.shape
+        self.spatial, self.ignore_index = tuple(spatial), ignore_index
+        self._logits, self._labels, self._mask = logits, labels, mask
+
+    def logits(self, rows: slice) -> Tensor:  # noqa: D102
+        return self._logits[:, :, rows]
+
+    def labels(self, rows: slice) -> Tensor:  # noqa: D102
+        return self._labels[:, rows]
+
+    def mask(self, rows: slice) -> Tensor | None:  # noqa: D102
+        return None if self._mask is None else self._mask[:, rows]
+
+
+def _tensor(name: str, given: Any) -> Tensor:
+    """A tensor, or an array as one that shares its memory if that is possible."""
+    if isinstance(given, Tensor):
+        return given
+    if not isinstance(given, np.ndarray) or given.dtype.kind not in "fiub":
+        raise InputError(f"{name} are {_in_words(given)}", expected="a tensor or a numpy array of numbers")
+    array = np.ascontiguousarray(given, dtype=np.int64 if given.dtype.kind == "u" else given.dtype.newbyteorder("="))
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():  # Nothing writes into it.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _usual(tensor: Tensor) -> Tensor:
+    """A tensor that gradients can be computed with, which those made in inference mode are not."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _names(ids: Any, count: int) -> tuple[str, ...]:
+    names = [ids] if isinstance(ids, str) else ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
+    if not isinstance(names, Sequence) or len(names) != count:
+        raise InputError(f"id is {ids!r}", expected=f"a name for each of the {count} images of the batch")
+    return tuple(map(str, names))
+
+
+def _in_words(given: Any) -> str:
+    if isinstance(given, Tensor | np.ndarray):
+        return f"a {type(given).__name__} of shape {tuple(given.shape)} and dtype {given.dtype}"
+    if isinstance(given, tuple | list):
+        return f"a {type(given).__name__} of {len(given)} ({', '.join(type(one).__name__ for one in given[:5])})"
+    return f"of type {type(given).__name__}"
