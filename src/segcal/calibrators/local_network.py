@@ -219,7 +219,9 @@ class Window(NamedTuple):
         tensor = tensor.movedim(1, -1).contiguous()
         for axis, places in enumerate(([row - first for row in rows], *others), start=1):
             if places != list(range(tensor.shape[axis])):
-                tensor = tensor.index_select(axis, _index(tuple(places), tensor.device))
+                # What is recorded must not be kept: it stands for a tensor, but is none.
+                index = torch.tensor(places) if recording() else _index(tuple(places), tensor.device)
+                tensor = tensor.index_select(axis, index.to(tensor.device))
         if len(self.size) > self.axes:
             tensor = tensor.flatten(0, 1)
         return tensor.movedim(-1, 1)

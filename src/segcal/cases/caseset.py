@@ -90,7 +90,7 @@ class CaseSet(Sequence[Case]):
     """The channels of multi-label data, each a two-class problem of its own; None for ordinary data."""
 
     def __post_init__(self) -> None:
-        if self.num_classes > self.ignore_index == 255:  # the default was meant for fewer classes
+        if self.ignore_index == 255 < self.num_classes:  # the default was meant for fewer classes
             raise InputError(
                 f"label 255 is ignored, and is one of the {self.num_classes} classes",
                 expected="another label for voxels to be ignored",
