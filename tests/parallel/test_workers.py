@@ -48,7 +48,7 @@ def _fits_here(run_fits, tasks, store, workers, progress):
 
 # Without torch and the rest of segcal, which take seconds to import and have no part in this.
 SCRIPT = """
-import os, sys, time, types
+import os, signal, sys, time, types
 from pathlib import Path
 sys.modules["torch"] = torch = types.ModuleType("torch")
 torch.get_num_threads, torch.set_num_threads = (lambda: 2), (lambda count: None)
@@ -62,6 +62,7 @@ def work(folder, progress):
     time.sleep(600)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore Ctrl-C
     folder = Path(sys.argv[1])
     in_workers(work, [(folder,), (folder,)], max, lambda name: print(name, flush=True))
 """
