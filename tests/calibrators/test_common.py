@@ -225,7 +225,7 @@ def test_arguments_of_fit_are_checked(fitted):
         fresh.fit(CASES, validation=scenes(1, size=(16, 16), num_classes=3))
     with pytest.raises(InputError, match="at least two classes"):
         fresh.fit(torch.zeros(5, 1), torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(InputError, match="mask have shape"):
+    with pytest.raises(InputError, match="mask has shape"):
         fresh.fit(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64), mask=torch.ones(4, dtype=torch.bool))
     assert fresh.num_classes is None
 
