@@ -48,11 +48,11 @@ def test_at_the_optimum_nll_equals_entropy():
 
 def test_separable_data_stop_at_the_bound_and_say_so():
     y = torch.randint(0, 3, (200,), generator=torch.Generator().manual_seed(0))
-    sure = TemperatureScaling().fit(torch.nn.functional.one_hot(y, 3).float(), y)
+    sure = TemperatureScaling().fit(2.0 * torch.nn.functional.one_hot(y, 3), y)
     assert sure.fit_report.converged
     assert "bound" in sure.fit_report.notes[0]
     assert math.isfinite(sure.temperature)
-    wrong = TemperatureScaling().fit(torch.nn.functional.one_hot((y + 1) % 3, 3).float(), y)
+    wrong = TemperatureScaling().fit(2.0 * torch.nn.functional.one_hot((y + 1) % 3, 3), y)
     assert "bound" in wrong.fit_report.notes[0]
     assert wrong.temperature > 100
 
