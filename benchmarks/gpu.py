@@ -22,9 +22,22 @@ from segcal.synthetic import scenes
 CLASSES, IMAGE = 19, (256, 512)
 
 
-def data(images: int) -> tuple[Tensor, Tensor]:
+def begin(about: str, made: int = 10) -> tuple[Tensor, Tensor]:
+    """Read the arguments, say what is measured on what, and return the data."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=50)
+    images = parser.parse_args().images
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    print(f"segcal {segcal.__version__}, {versions}, {torch.cuda.get_device_name()}")
+    logits, labels = data(images, made)
+    size = f"{images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32, {logits.numel() * 4 / 1e9:.2f} GB"
+    print(f"{size}, {labels.numel() / 1e6:.2f} megapixels on the device")
+    return logits, labels
+
+
+def data(images: int, made: int) -> tuple[Tensor, Tensor]:
     """Scenes repeated with noise: their maps are coherent and their confidences are those of a network."""
-    some = scenes(min(images, 10), size=IMAGE, num_classes=CLASSES, plant=[segcal.synthetic.SpatialTemperature()])
+    some = scenes(min(images, made), size=IMAGE, num_classes=CLASSES, plant=[segcal.synthetic.SpatialTemperature()])
     logits = torch.cat([case.logits for case in some]).cuda()
     labels = torch.cat([case.labels for case in some]).cuda()
     times = -(-images // len(logits))
@@ -85,14 +98,9 @@ def peers(logits: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=50)
-    arguments = parser.parse_args()
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
-    print(f"segcal {segcal.__version__}, {versions}, {torch.cuda.get_device_name()}")
-    logits, labels = data(arguments.images)
+    assert __doc__ is not None
+    logits, labels = begin(__doc__)
     size = logits.numel() * 4
-    print(f"{arguments.images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32, {size / 1e9:.2f} GB on the device")
     copy = seconds(lambda there: there.copy_(logits), 20, torch.empty_like(logits))
 
     def show(name: str, function: Callable[..., object], calls: int, moved: float = 1.0) -> None:

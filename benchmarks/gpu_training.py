@@ -7,30 +7,18 @@ noise. Every method is fitted twice, as the first fit compiles kernels and choos
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 import segcal
-from segcal.synthetic import SpatialTemperature, scenes
+from gpu import begin
 
-CLASSES, IMAGE = 19, (256, 512)
 # Scenes that are made; the others are these with other noise.
 SCENES = 5
 CALLS = 5
-
-
-def data(images: int) -> tuple[Tensor, Tensor]:
-    some = scenes(min(images, SCENES), size=IMAGE, num_classes=CLASSES, plant=[SpatialTemperature()])
-    chosen = torch.arange(images) % len(some)
-    logits, labels = (torch.cat(own)[chosen].cuda() for own in zip(*((c.logits, c.labels) for c in some), strict=True))
-    random = torch.Generator("cuda").manual_seed(0)
-    return logits + 0.2 * torch.randn(logits.shape, device="cuda", generator=random), labels
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -42,14 +30,8 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=50)
-    arguments = parser.parse_args()
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
-    print(f"segcal {segcal.__version__}, {versions}, {torch.cuda.get_device_name()}")
-    logits, labels = data(arguments.images)
-    size = f"{arguments.images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32"
-    print(f"{size}, {labels.numel() / 1e6:.2f} megapixels on the device")
+    assert __doc__ is not None
+    logits, labels = begin(__doc__, SCENES)
     for method in ("lts-ti", "lts", "ibts", "selective", "trust"):
         torch.cuda.reset_peak_memory_stats()
         calibrator = segcal.CALIBRATORS[method]()

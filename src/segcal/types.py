@@ -9,7 +9,6 @@ channels is a two-class problem of its own (N = K, C = 2). Volumes are ``(depth,
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -360,19 +359,6 @@ def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[s
     step = max(1, values // max(1, batch * classes * math.prod(rest)))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def fewer_rows(rows: slice) -> tuple[slice, slice]:
-    """Both halves of rows for which a GPU has too little memory; called where that error is handled.
-
-    A single row cannot be halved: the error is raised again.
-    """
-    if rows.stop - rows.start < 2:
-        raise
-    warnings.warn("the GPU has too little memory for these rows: going on with half as many", stacklevel=3)
-    torch.cuda.empty_cache()
-    middle = (rows.start + rows.stop) // 2
-    return slice(rows.start, middle), slice(middle, rows.stop)
 
 
 def check_pooling(space: Kind) -> Kind:

@@ -77,7 +77,7 @@ def large(whole, monkeypatch):
     return CaseSet(refs, num_classes=CLASSES, ignore_index=255), most
 
 
-def few(most):
+def assert_few_rows(most):
     assert most.get("logits", 0) <= ROWS + AROUND
     assert most.get("labels", 0) <= ROWS + AROUND
 
@@ -91,7 +91,7 @@ def test_evaluations_are_the_same(whole, large, fitted, method, metrics, monkeyp
     work = partial(segcal.evaluate, calibrator=fitted.get(method), metrics=metrics, exact="ace-adaptive" in metrics)
     regions = ("everything", "boundary", BANDS[1], "local")
     found = work(cases, regions=regions)
-    few(most)
+    assert_few_rows(most)
     monkeypatch.undo()
     expected = work(whole, regions=regions)
     assert len(found.rows) == len(expected.rows)
@@ -106,7 +106,7 @@ def test_fits_read_few_rows(large, method):
     cases, most = large
     options = {"epochs": 1} if method in ("lts-ti", "ibts") else {}
     segcal.CALIBRATORS[method](**options).fit(cases)
-    few(most)
+    assert_few_rows(most)
 
 
 def test_files_are_the_same(whole, large, fitted, tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_files_are_the_same(whole, large, fitted, tmp_path, monkeypatch):
     }
     for name, work in works.items():
         work(cases, tmp_path / name)
-    few(most)
+    assert_few_rows(most)
     monkeypatch.undo()
     for name, work in works.items():
         work(whole, tmp_path / f"{name} whole")

@@ -1,6 +1,8 @@
-"""Which device to work on."""
+"""Which device to work on, and what to do when it has too little memory."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 
@@ -50,3 +52,16 @@ def resolved(device: Device) -> torch.device:
             )
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found
+
+
+def fewer_rows(rows: slice) -> tuple[slice, slice]:
+    """Both halves of rows for which a GPU has too little memory; called where that error is handled.
+
+    A single row cannot be halved: the error is raised again.
+    """
+    if rows.stop - rows.start < 2:
+        raise
+    warnings.warn("the GPU has too little memory for these rows: going on with half as many", stacklevel=3)
+    torch.cuda.empty_cache()
+    middle = (rows.start + rows.stop) // 2
+    return slice(rows.start, middle), slice(middle, rows.stop)

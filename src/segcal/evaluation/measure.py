@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from segcal.cases.calibrated import AnyCalibrator, RowStream, as_calibrator
+from segcal.cases.device import fewer_rows
 from segcal.evaluation.plan import LOCAL, Plan
 from segcal.evaluation.results import POOLED, Row
 from segcal.evaluation.rows import CaseRows
@@ -22,7 +23,7 @@ from segcal.parallel.threads import torch_threads
 from segcal.regions import BANDS, Window, local_patches
 from segcal.scores import checked_mask
 from segcal.statistics import EVERYTHING, VoxelStatistics
-from segcal.types import CHUNK_VALUES, Case, fewer_rows, row_slices
+from segcal.types import CHUNK_VALUES, Case, row_slices
 
 # The second passes that metrics need, by the key of their column.
 SecondPasses = dict[tuple[str, str], SecondPass]

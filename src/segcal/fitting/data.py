@@ -15,8 +15,9 @@ from torch import Tensor
 
 from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, score_pieces
+from segcal.cases.device import fewer_rows
 from segcal.errors import InputError, naming
-from segcal.types import Case, Chunk, fewer_rows, row_slices
+from segcal.types import Case, Chunk, row_slices
 
 T = TypeVar("T")
 VoxelBudget = Literal["auto", "all"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, block_of, exp, log1p32, logit, next_lower, rest_of
+from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, exp, log1p32, logit, mapped_block, next_lower, rest_of
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.scores import OFFSET_LIMIT
 
@@ -105,9 +105,9 @@ def apply_few_experts_loop(
     """``apply_experts_loop`` for few classes, a number that the compiler knows; tables end with the last class."""
     INPUTS: tl.constexpr = CLASSES - (KIND == _GAPS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        image, place, inside = block_of(block, per_image, inner, BLOCK)
-        where = x + image * by_image + place * by_voxel
-        to = out + image * out_image + place * out_voxel
+        inside, where, to = mapped_block(
+            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
+        )
         z = ()
         for k in tl.static_range(CLASSES):
             z = z + (logit(where, k, by_class, inside),)
@@ -214,9 +214,9 @@ def apply_experts_loop(
     inputs = classes - (KIND == _GAPS)
     order += (tl.program_id(0) * classes).to(tl.int64) * BLOCK
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        image, place, inside = block_of(block, per_image, inner, BLOCK)
-        where = x + image * by_image + place * by_voxel
-        to = out + image * out_image + place * out_voxel
+        inside, where, to = mapped_block(
+            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
+        )
         best, winner, fit = best_of(where, classes, by_class, inside)
         if KIND == _GAPS:
             _sort_classes(where, order, classes, by_class, inside, BLOCK)

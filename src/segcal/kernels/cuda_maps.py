@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, block_of, exp, log1p32, logit, next_lower, rest_of
+from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, exp, log1p32, logit, mapped_block, next_lower, rest_of
 
 
 @triton.jit
@@ -20,9 +20,9 @@ def apply_temperature_loop(
     """``log S(beta z)`` to ``out``, with exactly the argmax of z."""
     dtype: tl.constexpr = out.dtype.element_ty
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        image, place, inside = block_of(block, per_image, inner, BLOCK)
-        where = x + image * by_image + place * by_voxel
-        to = out + image * out_image + place * out_voxel
+        inside, where, to = mapped_block(
+            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
+        )
         best, winner, fit = best_of(where, classes, by_class, inside)
         rest = tl.zeros_like(best)
         for k in tl.range(0, classes, loop_unroll_factor=AHEAD):
@@ -88,9 +88,9 @@ def apply_curve_loop(
     """``log S(s)`` of scores s that are functions of the log-probabilities; ``KEEP`` keeps exactly the argmax."""
     dtype: tl.constexpr = out.dtype.element_ty
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        image, place, inside = block_of(block, per_image, inner, BLOCK)
-        where = x + image * by_image + place * by_voxel
-        to = out + image * out_image + place * out_voxel
+        inside, where, to = mapped_block(
+            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
+        )
         best, winner, fit = best_of(where, classes, by_class, inside)
         used = inside & fit
         others = rest_of(where, classes, by_class, used, best, winner)

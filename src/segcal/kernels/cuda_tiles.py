@@ -69,6 +69,15 @@ def block_of(block, per_image, inner, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def mapped_block(
+    x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Which voxels of a block exist, where their first logits are, and where their first results go."""
+    image, place, inside = block_of(block, per_image, inner, BLOCK)
+    return inside, x + image * by_image + place * by_voxel, out + image * out_image + place * out_voxel
+
+
+@triton.jit
 def counted(labels, mask, v, inside, ignored, classes, MASKED: tl.constexpr):
     """Labels ``(BLOCK,)``, 0 where they are none of the classes; which voxels count; and which labels are known."""
     y = tl.load(labels + v, mask=inside, other=0).to(tl.int64)
