@@ -21,7 +21,7 @@ from segcal.synthetic import SpatialTemperature, scenes
 
 CLASSES, IMAGE = 19, (256, 512)
 # Fits, which take seconds, are timed this often, all else this often.
-FITS, CALLS = 2, 7
+FITS, CALLS = 1, 7
 
 
 def least(function: Callable[[], object], calls: int) -> float:

@@ -79,13 +79,14 @@ class Data(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One method, fitted to ``count`` cases of one split; ``shifts`` are names and folders to measure on too."""
+    """One method, fitted to ``count`` cases of one split; ``shifts`` are names and folders to measure on, too."""
 
     data: Data
     split: int
     method: str
     count: int
     shifts: tuple[tuple[str, str], ...] = ()
+    device: str = "cpu"
 
     def file(self, work: Path) -> Path:
         """Where the result is kept."""
@@ -135,7 +136,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "trust, no windows": lambda: _blind(slice(6, 15)),
     "trust, no image features": lambda: _blind(slice(15, 18)),
     "trust, no guard": lambda: patch.object(
-        TrustCalibration, "_known", lambda self, tile: torch.ones(len(tile.summary)).double() * self.fitted
+        TrustCalibration, "_known", lambda self, tile: torch.ones_like(tile.summary[:, 0]) * float(self.fitted)
     ),
 }
 
@@ -143,7 +144,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def fiducio_map(name: str, cases: CaseSet) -> Callable[[Tensor], Tensor]:
+def fiducio_map(name: str, cases: CaseSet, device: str) -> Callable[[Tensor], Tensor]:
     """A map of fiducio, fitted with its defaults to a uniform sample of voxels."""
     import fiducio
 
@@ -153,22 +154,22 @@ def fiducio_map(name: str, cases: CaseSet) -> Callable[[Tensor], Tensor]:
         chosen = torch.randint(len(y), (PEER_VOXELS // len(cases),), generator=random)
         drawn.append((z[chosen], y[chosen]))
     z, y = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = getattr(fiducio, name)(device=device).fit(z.T[None].to(device), y[None].to(device))
-    return lambda z: found.transform(z.to(device)).cpu().clamp(min=1e-38).log()
+    return lambda z: found.transform(z).clamp(min=1e-38).log()
 
 
-def fitted(method: str, cases: CaseSet) -> Any:
+def fitted(method: str, cases: CaseSet, device: str) -> Any:
     if method == "uncalibrated":
         return None
     if method.startswith("fiducio "):
-        return fiducio_map(method.removeprefix("fiducio "), cases)
-    return segcal.CALIBRATORS[method.split(",")[0]]().fit(cases)
+        return fiducio_map(method.removeprefix("fiducio "), cases, device)
+    return segcal.CALIBRATORS[method.split(",")[0]]().fit(cases, device=device)
 
 
-def measured(cases: CaseSet, mapping: Any) -> dict[str, Any]:
+def measured(cases: CaseSet, mapping: Any, device: str) -> dict[str, Any]:
     """Values by metric and case, and reliability bins by case."""
-    found = segcal.evaluate(cases, mapping, metrics=(*METRICS, *(("flip",) if mapping is not None else ())))
+    metrics = (*METRICS, *(("flip",) if mapping is not None else ()))
+    found = segcal.evaluate(cases, mapping, metrics=metrics, device=device)
     bins = found.reliability["everything"]["cases"]
     return {
         "values": {metric: found.values(metric) for metric in {row.metric for row in found.rows}},
@@ -182,16 +183,16 @@ def run(task: Task, work: Path) -> str:
     calibration, test = task.data.parts(task.split, task.count)
     started = time.perf_counter()
     with VARIANTS[task.method]() if task.method in VARIANTS else patch.object(fit, "SHARES", fit.SHARES):
-        mapping = fitted(task.method, calibration)
+        mapping = fitted(task.method, calibration, task.device)
         seconds = time.perf_counter() - started
         report = getattr(mapping, "fit_report", None)
         content: dict[str, Any] = {
-            "": measured(test, mapping),
+            "": measured(test, mapping, task.device),
             "seconds": seconds,
             "notes": report.notes if report else [],
         }
         for name, folder in task.shifts:
-            content[name] = measured(segcal.open_cases(folder).select(test.ids), mapping)
+            content[name] = measured(segcal.open_cases(folder).select(test.ids), mapping, task.device)
     file = task.file(work)
     temporary = file.with_suffix(".part")
     temporary.write_text(json.dumps(content))
@@ -209,14 +210,15 @@ def tasks(arguments: argparse.Namespace) -> Iterator[Task]:
         for split in range(arguments.splits):
             for data in arguments.data:
                 own = tuple(shifts.get(data.name, ())) if split == 0 and method in SHIFTED else ()
-                yield Task(data, split, method, data.count, own)
+                yield Task(data, split, method, data.count, own, arguments.device)
     for data in arguments.data:
         if data.name in arguments.ablate:
             for method in VARIANTS:
-                yield Task(data, 0, method, data.count, tuple(shifts.get(data.name, ())) if method in SHIFTED else ())
+                own = tuple(shifts.get(data.name, ())) if method in SHIFTED else ()
+                yield Task(data, 0, method, data.count, own, arguments.device)
             for count in (size for size in SIZES if size < data.count):
-                yield Task(data, 0, "trust", count)
-                yield Task(data, 0, "ts", count)
+                yield Task(data, 0, "trust", count, device=arguments.device)
+                yield Task(data, 0, "ts", count, device=arguments.device)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -291,7 +293,8 @@ def table(title: str, rows: dict[str, list[Column]], beside: str = "trust", othe
 
 def report(arguments: argparse.Namespace) -> None:
     version = importlib.metadata.version
-    print(f"segcal {segcal.__version__}, torch {torch.__version__}, fiducio {version('fiducio')}")
+    versions = f"segcal {segcal.__version__}, torch {torch.__version__}, fiducio {version('fiducio')}"
+    print(f"{versions}; fitted and measured on {arguments.device}")
     done = [task for task in tasks(arguments) if task.file(arguments.work).exists()]
     loaded = {task: json.loads(task.file(arguments.work).read_text()) for task in done}
 
@@ -329,6 +332,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--splits", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda: where to fit and to measure")
     parser.add_argument("--seconds", type=float, default=np.inf, help="begin no task after this time")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -156,7 +156,10 @@ class VoxelStatistics:
             result.energy[:], shift = 0.0, 0.0
         if distance is not None:
             add_distances(result, distance, voxels)
-        self._add(result, Layout(atoms, shift))
+        if self.layout.atoms:
+            self._add(result, Layout(atoms, shift))
+        else:
+            self._tally, self.layout = result, Layout(atoms, shift)
         return self
 
     def merge(self, other: VoxelStatistics) -> VoxelStatistics:

@@ -61,7 +61,7 @@ class ExpertProblem:
 
     def solve(self, policy: Policy[Any], x: FloatArray, **options: Any) -> Solution[FloatArray]:
         """The minimum that a policy finds from ``x``; the options are those of ``minimise``."""
-        return minimise(policy, x, *self.bounds, blocks=self.blocks, **options)
+        return minimise(policy, x, *self.bounds, blocks=self.blocks, threads=self.threads, **options)
 
     def penalty(self, theta: FloatArray) -> float:
         """The penalties of all experts."""

@@ -34,8 +34,9 @@ from segcal.scores import DEPTH
 
 # Voxels that one histogram can count.
 _LAUNCH = 2**23
-# Voxels of a block, and programs that take the blocks in turn: 32 warps for each of an H200's processors.
-_BLOCK, _PROGRAMS = 64, 132 * 32
+# Voxels of a block, one for each thread, and programs that take the blocks in turn: 64 warps, as many as fit, for each
+# of an H200's processors. With two voxels for each thread statistics take twice as long.
+_BLOCK, _PROGRAMS = 32, 132 * 64
 # Up to how many classes a thread has all scores of a voxel.
 _FEW = 24
 # Voxels of a tile of scores, numbers of it that a warp holds in registers, and the most warps that share one.
@@ -106,11 +107,11 @@ def tally(voxels: Voxels, threads: int) -> Tally:
     device, classes, top = walk.logits.device, walk.logits.shape[1], voxels.top_grid
     by_class = voxels.class_grid or ONE_BIN
     bins = 0 if voxels.class_grid is None else len(by_class)
-    total = Tally.zeros(slots, classes, top, voxels.class_grid)
-    shapes = [own.shape for own in (total.top_count, total.predicted_count, total.class_count, total.class_positive,
-                                    total.confusion)]  # fmt: skip
+    shapes = [(slots, 2, len(top)), (slots, classes, 2, bins), (slots, classes, bins), (slots, classes, bins),
+              (slots, classes, classes)]  # fmt: skip
     sizes = [math.prod(shape) for shape in shapes]
     copies = max(1, min(_COPIES, _CELLS // sum(sizes)))
+    total: Tally | None = None
     blocks, per_image = walk.blocks()
     programs, width = min(_PROGRAMS, blocks), max(classes, 8)
     others = [_flat(own, device) for own in (voxels.slots, voxels.uncalibrated)]
@@ -129,53 +130,80 @@ def tally(voxels: Voxels, threads: int) -> Tally:
         found = torch.cat((cells.sum(0), sums.sum(0).view(torch.int64), bad)).cpu().numpy()
         if found[-1]:
             raise voxels.bad_voxel(walk.voxels - int(found[-1]))
-        *parts, columns = np.split(found[:-1], np.cumsum(sizes))
-        by_column = columns.view(np.float64).reshape(slots, loops.COLUMNS, width)
-        _fill(total, [own.reshape(shape) for own, shape in zip(parts, shapes, strict=True)], by_column, top, by_class)
+        ends = list(accumulate(sizes))
+        counts, confidences = _unpacked(found[: ends[2]], _edges_of_cells(top, by_class, slots, classes, bins))
+        whole = [counts[: ends[0]], counts[ends[0] : ends[1]], counts[ends[1] :]]
+        whole += [found[ends[2] : ends[3]], found[ends[3] : ends[4]]]
+        sums_of_cells = np.split(confidences, ends[:2])
+        columns = found[ends[4] : -1].view(np.float64).reshape(slots, loops.COLUMNS, width)
+        launched = _tally_of(
+            [own.reshape(shape) for own, shape in zip(whole, shapes, strict=True)],
+            [own.reshape(shape) for own, shape in zip(sums_of_cells, shapes[:3], strict=True)],
+            columns,
+        )
+        if total is None:
+            total = launched
+        else:
+            total.add(launched)
+    total = Tally.zeros(slots, classes, top, voxels.class_grid) if total is None else total
     if voxels.compares:
         total.flips[:, 0] = total.confusion.sum((1, 2))
     return total
 
 
-def _fill(total: Tally, parts: list[NDArray[np.int64]], by_column: Any, top: BinGrid, by_class: BinGrid) -> None:
-    """Add what a launch found."""
-    top_cells, predicted_cells, class_cells, positive, confusion = parts
-    classes = confusion.shape[1]
+def _tally_of(counts: list[NDArray[np.int64]], sums: list[NDArray[np.float64]], by_column: Any) -> Tally:
+    """What a launch found: counts and sums of cells, plain counts, and sums by column, in the order of the loop."""
+    top_count, predicted_count, class_count, positive, confusion = counts
+    top_confidence, predicted_confidence, class_confidence = sums
+    slots, classes = confusion.shape[:2]
     columns = by_column[:, :, :classes]
     right = columns[:, loops.RIGHT].astype(np.int64)
-    total.confusion[:] += confusion
-    total.confusion[:, range(classes), range(classes)] += right
-    total.losses[:] += columns[:, : loops.ENTROPY + 1].transpose(0, 2, 1)
-    hot_count, hot_confidence = columns[:, loops.HOT_COUNT].astype(np.int64), columns[:, loops.HOT_CONFIDENCE]
-    count, confidence = _unpacked(top_cells, top)
-    count[:, 1, -1] += hot_count.sum(1)
-    confidence[:, 1, -1] += hot_confidence.sum(1)
-    total.top_count[:] += count
-    total.top_confidence[:] += confidence
-    total.energy[:] += by_column[:, loops.BY_SLOT, :2]
-    total.flips[:, 1:] += by_column[:, loops.BY_SLOT, 2:5].astype(np.int64)
-    if not positive.size:
-        return
-    count, confidence = _unpacked(predicted_cells, by_class)
-    count[:, :, 1, -1] += hot_count
-    confidence[:, :, 1, -1] += hot_confidence
-    total.predicted_count[:] += count
-    total.predicted_confidence[:] += confidence
-    own_count, own_confidence = _unpacked(class_cells, by_class)
-    own_count += count.sum(2)
-    own_confidence += confidence.sum(2)
     voxels = confusion.sum((1, 2)) + right.sum(1)
-    own_count[:, :, 0] = voxels[:, None] - own_count[:, :, 1:].sum(2)
-    own_confidence[:, :, 0] += columns[:, loops.LOW]
-    total.class_count[:] += own_count
-    total.class_confidence[:] += own_confidence
-    total.class_positive[:] += positive + count[:, :, 1]
+    confusion[:, range(classes), range(classes)] += right
+    hot_count, hot_confidence = columns[:, loops.HOT_COUNT].astype(np.int64), columns[:, loops.HOT_CONFIDENCE]
+    top_count[:, 1, -1] += hot_count.sum(1)
+    top_confidence[:, 1, -1] += hot_confidence.sum(1)
+    if positive.size:
+        predicted_count[:, :, 1, -1] += hot_count
+        predicted_confidence[:, :, 1, -1] += hot_confidence
+        class_count += predicted_count.sum(2)
+        class_confidence += predicted_confidence.sum(2)
+        class_count[:, :, 0] = voxels[:, None] - class_count[:, :, 1:].sum(2)
+        class_confidence[:, :, 0] += columns[:, loops.LOW]
+        positive += predicted_count[:, :, 1]
+    flips = np.zeros((slots, 4), np.int64)
+    flips[:, 1:] = by_column[:, loops.BY_SLOT, 2:5]
+    losses = np.ascontiguousarray(columns[:, : loops.ENTROPY + 1].transpose(0, 2, 1))
+    energy, distance = by_column[:, loops.BY_SLOT, :2].copy(), np.zeros((slots, 3))
+    return Tally(
+        confusion, losses, top_count, top_confidence, predicted_count, predicted_confidence, class_count,
+        class_confidence, positive, flips, energy, distance,
+    )  # fmt: skip
 
 
-def _unpacked(cells: NDArray[np.int64], grid: BinGrid) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Counts and sums of probabilities from the cells of a histogram, whose last axis is the grid's."""
-    count, position = cells >> loops.COUNT_BIT, cells & (2**loops.COUNT_BIT - 1)
-    return count, count * grid.lower + position * ((grid.upper - grid.lower) / 2**loops.POSITION_BITS)
+def _unpacked(cells: NDArray[np.int64], edges: tuple[Any, Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Counts and sums of probabilities from the cells of histograms, with their ``_edges_of_cells``."""
+    lower, step = edges
+    count = cells >> loops.COUNT_BIT
+    return count, count * lower + (cells & (2**loops.COUNT_BIT - 1)) * step
+
+
+def _edges_of_cells(
+    top: BinGrid, by_class: BinGrid, slots: int, classes: int, bins: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The lower edge of each cell's bin and the unit of positions in it: cells of top labels, predicted, classes."""
+    return _cached_edges(top.upper.tobytes(), by_class.upper.tobytes(), slots, classes, bins)
+
+
+@lru_cache(maxsize=32)
+def _cached_edges(top: bytes, by_class: bytes, slots: int, classes: int, bins: int) -> tuple[Any, Any]:
+    first, second = (BinGrid.from_edges(np.frombuffer(edges)) for edges in (top, by_class))
+    times = 3 * slots * classes if bins else 0
+    lower, upper = (
+        np.concatenate((np.tile(getattr(first, side), 2 * slots), np.tile(getattr(second, side), times)))
+        for side in ("lower", "upper")
+    )
+    return lower, (upper - lower) / 2**loops.POSITION_BITS
 
 
 @lru_cache(maxsize=32)

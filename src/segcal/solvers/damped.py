@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from segcal.solvers.driver import Block, Point, Policy
+from segcal.solvers.driver import Block, Point, Policy, side_by_side
 from segcal.solvers.quadratic import model_minimum
 from segcal.solvers.solution import falls_on
 from segcal.types import FloatArray
@@ -78,17 +78,14 @@ class DampedNewton(Policy[DampedBlock]):
         """Values and gradient."""
         return (*self.whole(x), None)
 
-    def aim(self, x: FloatArray, blocks: Sequence[DampedBlock]) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[DampedBlock], threads: int) -> None:
         """Compute the curvature of the blocks that moved, and aim at the minimum of the damped model."""
         for block in blocks:
             block.left = 0.0 if block.stationary else block.left
         moved = [number for number, block in enumerate(blocks) if block.moved and not block.stationary]
         for number, hessian in zip(moved, self.curvature(x.copy(), moved) if moved else (), strict=True):
-            block, here = blocks[number], blocks[number].here
-            block.hessian, block.left = np.array(hessian, np.float64), np.inf
-            _aim(block)
-            if block.predicted <= _PLENTY * block.enough:
-                _, block.left = model_minimum(block.hessian, here.gradient, here.x, block.box)
+            blocks[number].hessian = np.array(hessian, np.float64)
+        side_by_side(_aim_anew, [blocks[number] for number in moved], threads)
 
     def judge(self, block: DampedBlock, there: Point) -> bool:
         """Take the trial point where f is lower, and change the damping by how good the model was."""
@@ -108,6 +105,14 @@ class DampedNewton(Policy[DampedBlock]):
         _aim(block)
         block.stuck = block.refusals >= _REFUSALS or block.predicted <= _NOTHING * block.enough
         return False
+
+
+def _aim_anew(block: DampedBlock) -> None:
+    """Aim from a new point; once little is predicted, ask the undamped model what is left."""
+    block.left = np.inf
+    _aim(block)
+    if block.predicted <= _PLENTY * block.enough:
+        _, block.left = model_minimum(block.hessian, block.here.gradient, block.here.x, block.box)
 
 
 def _aim(block: DampedBlock) -> None:

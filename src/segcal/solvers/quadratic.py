@@ -15,6 +15,7 @@ _FLOOR = 1e-16  # relative to the largest curvature: a component with less is me
 _MAX_STEPS = 500
 _DECREASE = 1e-4  # share of the decrease predicted by the slope that a clipped step must reach
 _ROUNDING = 1e-12  # relative change of the model that may be rounding
+_LONGER = 1.02  # square of a length, relative to another's, that is more than rounding
 
 
 def minimise_quadratic(
@@ -46,27 +47,34 @@ def minimise_quadratic(
     largest = float(hessian.diagonal().max(initial=0.0))
     unit = 1 / np.sqrt(np.maximum(hessian.diagonal(), _FLOOR * largest)) if largest > 0 else np.ones_like(point)
     ridge = _RIDGE if largest > 0 else 0.0
-    target, slope, model = point, gradient, 0.0
-    held, reached = _outward(target, slope, box), np.inf
+    # From here on in those units, and relative to x.
+    hessian, gradient = hessian * unit * unit[:, None], gradient * unit
+    lower, upper = (box.lower - point) / unit, (box.upper - point) / unit
+    fixed, target, slope, model = lower == upper, np.zeros_like(point), gradient, 0.0
+    held, reached = _outward(target, slope, lower, upper) | fixed, np.inf
     for _ in range(_MAX_STEPS):
-        if not held.all():
-            newton, ridge = _free_step(hessian, slope, ~held, unit, ridge, noise)
+        free = (~held).nonzero()[0]
+        if len(free):
+            newton = np.zeros_like(point)
+            newton[free], ridge = _newton_step(hessian[free[:, None], free], slope[free], ridge, noise)
             wanted = target + newton
-            trial = box.project(wanted)
+            trial = np.minimum(np.maximum(wanted, lower), upper)
             met = trial != wanted
-            trial_model, change = _model(hessian, gradient, trial - point)
-            if met.any() and trial_model > model + _DECREASE * float(slope @ (trial - target)):
-                trial, met = _up_to_the_first_bound(target, newton, box)
-                trial_model, change = _model(hessian, gradient, trial - point)
+            clipped = bool(met.any())
+            trial_model, change = _model(hessian, gradient, trial)
+            if clipped and trial_model > model + _DECREASE * float(slope @ (trial - target)):
+                trial, met = _up_to_the_first_bound(target, newton, lower, upper)
+                trial_model, change = _model(hessian, gradient, trial)
             target, slope, model = trial, gradient + change, trial_model
-            if met.any():
-                held = held | met
+            if clipped:
+                held |= met
                 continue
-        released = held & ~_outward(target, slope, box)
+        released = held & ~(_outward(target, slope, lower, upper) | fixed)
         if not released.any() or reached - model <= _ROUNDING * abs(model):
             break
         held, reached = held & ~released, model
-    return target
+    at_bound = np.where(target <= lower, box.lower, np.where(target >= upper, box.upper, point + unit * target))
+    return np.asarray(np.minimum(np.maximum(at_bound, box.lower), box.upper))
 
 
 def model_minimum(hessian: FloatArray, gradient: FloatArray, point: FloatArray, box: Box) -> tuple[FloatArray, float]:
@@ -75,9 +83,9 @@ def model_minimum(hessian: FloatArray, gradient: FloatArray, point: FloatArray, 
     return target, -_model(hessian, gradient, target - point)[0]
 
 
-def _outward(x: FloatArray, slope: FloatArray, box: Box) -> NDArray[np.bool_]:
+def _outward(x: FloatArray, slope: FloatArray, lower: FloatArray, upper: FloatArray) -> NDArray[np.bool_]:
     """Whether a component is at a bound, and its derivative does not point into the box."""
-    return np.asarray((x <= box.lower) & (slope >= 0) | (x >= box.upper) & (slope <= 0) | (box.lower == box.upper))
+    return np.asarray((x <= lower) & (slope >= 0) | (x >= upper) & (slope <= 0))
 
 
 def _model(hessian: FloatArray, gradient: FloatArray, step: FloatArray) -> tuple[float, FloatArray]:
@@ -85,24 +93,14 @@ def _model(hessian: FloatArray, gradient: FloatArray, step: FloatArray) -> tuple
     return float((gradient + 0.5 * change) @ step), change
 
 
-def _up_to_the_first_bound(x: FloatArray, step: FloatArray, box: Box) -> tuple[FloatArray, NDArray[np.bool_]]:
+def _up_to_the_first_bound(
+    x: FloatArray, step: FloatArray, lower: FloatArray, upper: FloatArray
+) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Where a step leaves the box, and which components do."""
-    bound = np.where(step > 0, box.upper, box.lower)
+    bound = np.where(step > 0, upper, lower)
     shares = np.divide(bound - x, step, out=np.full_like(x, np.inf), where=step != 0)
     met = shares <= shares.min()
-    return np.where(met, bound, box.project(x + shares.min() * step)), met
-
-
-def _free_step(
-    hessian: FloatArray, slope: FloatArray, free: NDArray[np.bool_], unit: FloatArray, ridge: float, noise: float
-) -> tuple[FloatArray, float]:
-    """The Newton step of the free components, and the ridge it took."""
-    units = unit[free]
-    block = (hessian if free.all() else hessian[np.ix_(free, free)]) * np.outer(units, units)
-    step, ridge = _newton_step(block, units * slope[free], ridge, noise)
-    newton = np.zeros_like(slope)
-    newton[free] = units * step
-    return newton, ridge
+    return np.where(met, bound, np.minimum(np.maximum(x + shares.min() * step, lower), upper)), met
 
 
 def _newton_step(hessian: FloatArray, slope: FloatArray, ridge: float, noise: float) -> tuple[FloatArray, float]:
@@ -120,8 +118,8 @@ def _newton_step(hessian: FloatArray, slope: FloatArray, ridge: float, noise: fl
         step -= _solved(factor, slope + hessian @ step)
         # (ridge (H + ridge)^-1)^2 keeps the part of the step in the null space of H, and nothing else.
         null = ridge**2 * _solved(factor, _solved(factor, step))
-        if not np.linalg.norm(null) > 1.01 * np.linalg.norm(step):  # longer only where H + ridge is tiny
-            return np.asarray(step - null if -slope @ null <= noise else step), ridge
+        if not null @ null > _LONGER * (step @ step):  # longer only where H + ridge is tiny
+            return (step - null if -slope @ null <= noise else step), ridge
         ridge *= 100.0
 
 

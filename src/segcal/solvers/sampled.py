@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from segcal.solvers.damped import DampedBlock, Whole
-from segcal.solvers.driver import Hessian, Index, Point, Policy, Start, blockwise, minimise
+from segcal.solvers.driver import Hessian, Index, Point, Policy, Start, blockwise, minimise, side_by_side
 from segcal.solvers.newton import Newton, Problem
 from segcal.solvers.quadratic import model_minimum
 from segcal.solvers.solution import Box
@@ -34,9 +34,14 @@ _KEPT = 3
 
 @dataclass(eq=False)
 class _SampledBlock(DampedBlock):
-    """A block with the sample's curvature; without damping at first."""
+    """A block with the sample's curvature, and the decrease that it expects; without damping at first."""
 
     damping: float = 0.0
+    expected: float = 0.0
+
+    def ask_model(self) -> None:
+        """Set the decrease that the undamped quadratic model expects."""
+        self.expected = model_minimum(self.hessian, self.here.gradient, self.here.x, self.box)[1]
 
     @property
     def lost(self) -> bool:
@@ -86,26 +91,27 @@ class SampledNewton(Policy[_SampledBlock]):
         self.sample: Problem = lambda x: at(x.tobytes())
         self.whole = whole
 
-    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
+    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index], threads: int) -> Start:
         """Near the sample's minimum."""
-        found = minimise(Newton(self.sample), x, box.lower, box.upper, blocks=blocks, max_steps=_FIRST_STEPS)
+        options: dict[str, Any] = {"blocks": blocks, "max_steps": _FIRST_STEPS, "threads": threads}
+        found = minimise(Newton(self.sample), x, box.lower, box.upper, **options)
         return Start(found.value, found.iterations, found.flat)
 
     def evaluate(self, x: FloatArray) -> tuple[Any, FloatArray, None]:
         """Values and gradient of all data."""
         return (*self.whole(x), None)
 
-    def aim(self, x: FloatArray, blocks: Sequence[_SampledBlock]) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[_SampledBlock], threads: int) -> None:
         """At the minimum of the tilted sample, or of the damped model for a block that needed damping before."""
         _, sample_gradient, hessian = self.sample(x)
-        tilt, decreases = -sample_gradient, []
+        tilt = -sample_gradient
         for block, own in zip(blocks, blockwise(hessian), strict=True):
             block.hessian = own
             tilt[block.index] += block.here.gradient
-            decreases.append(model_minimum(own, block.here.gradient, block.here.x, block.box)[1])
-        target = x.copy()
-        if any(decrease > block.enough for decrease, block in zip(decreases, blocks, strict=True)):
-            target, decreases = self._tilted_minimum(x, tilt, blocks)
+        side_by_side(_SampledBlock.ask_model, blocks, threads)
+        target, decreases = x.copy(), [block.expected for block in blocks]
+        if any(block.expected > block.enough for block in blocks):
+            target, decreases = self._tilted_minimum(x, tilt, blocks, threads)
         for block, decrease in zip(blocks, decreases, strict=True):
             if not block.moved:
                 continue
@@ -115,7 +121,7 @@ class SampledNewton(Policy[_SampledBlock]):
             block.set_left()
 
     def _tilted_minimum(
-        self, x: FloatArray, tilt: FloatArray, blocks: Sequence[_SampledBlock]
+        self, x: FloatArray, tilt: FloatArray, blocks: Sequence[_SampledBlock], threads: int
     ) -> tuple[FloatArray, list[float]]:
         """The minimum of the tilted sample, and the decrease that it predicts for every block."""
         indices = [block.index for block in blocks]
@@ -128,8 +134,8 @@ class SampledNewton(Policy[_SampledBlock]):
         lower, upper = np.empty_like(x), np.empty_like(x)
         for block in blocks:
             lower[block.index], upper[block.index] = block.box.lower, block.box.upper
-        tolerance = blocks[0].tolerance
-        found = minimise(Newton(tilted), x, lower, upper, blocks=indices, tolerance=tolerance, max_steps=_STEPS)
+        options: dict[str, Any] = {"tolerance": blocks[0].tolerance, "max_steps": _STEPS, "threads": threads}
+        found = minimise(Newton(tilted), x, lower, upper, blocks=indices, **options)
         before, after = (np.asarray(tilted(y)[0], np.float64).reshape(-1) for y in (x, found.value))
         return found.value, (before - after).tolist()
 
