@@ -19,7 +19,10 @@ from segcal.kernels.voxels import AffineMap, Voxels
 
 cuda = pytest.importorskip("segcal.kernels.cuda")
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where the interpreter divides by zero
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, where the interpreter divides by zero
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLASS_GRID = BinGrid.classwise((15, 50), (1e-3,))
 TOP_GRID = BinGrid.top_label((15, 50), CLASS_GRID)

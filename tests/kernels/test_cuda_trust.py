@@ -15,7 +15,10 @@ from segcal.synthetic import scenes
 
 cuda_trust = pytest.importorskip("segcal.kernels.cuda_trust")
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where the interpreter subtracts infinities
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, where the interpreter subtracts infinities
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BETA = 0.7
 
