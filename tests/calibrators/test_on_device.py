@@ -82,3 +82,13 @@ def test_batches_that_are_not_finite_change_nothing_there() -> None:
     assert training.objective < 1e-3
     assert {epoch.skipped for epoch in training.history[1:]} == {1}
     assert training.iterations == 7 * (len(training.history) - 1)
+
+
+def test_a_study_there_says_what_it_says_here(tmp_path) -> None:
+    cases = segcal.synthetic.scenes(10, size=(40, 48), num_classes=3, plant=[segcal.synthetic.Temperature(2.0)])
+    here, there = (
+        segcal.compare(cases, methods=("ts", "cms-op"), repeats=1, device=device, output=tmp_path / device)
+        for device in ("cpu", "cuda")
+    )
+    assert [row["key"] for row in there.document["methods"]] == [row["key"] for row in here.document["methods"]]
+    assert there.recommendation["sentences"] == here.recommendation["sentences"]

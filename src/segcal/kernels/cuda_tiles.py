@@ -25,7 +25,7 @@ LOWEST = tl.constexpr(-150.0)
 #: Classes this far below the best are impossible.
 DEEP = tl.constexpr(DEPTH)
 #: Classes that are read at once, to wait for memory less often.
-AHEAD = tl.constexpr(8)
+AHEAD = tl.constexpr(4)
 
 
 @triton.jit

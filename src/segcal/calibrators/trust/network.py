@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from segcal.kernels import trust_maps
+from segcal.parallel.threads import torch_threads
 
 #: Units of both hidden layers.
 HIDDEN = 24
@@ -17,6 +18,8 @@ _WIDEST = 4.0
 SMALLEST_SCALE = 1e-3
 # Training: epochs, voxels in a batch of each network, peak learning rate of AdamW, weight decay, dropout.
 _EPOCHS, _BATCH, _RATE, _DECAY, _DROPOUT = 12, 4096, 4e-3, 1e-3, 0.1
+# Threads of the CPU that train. Steps are short: sixteen wait for each other for far longer than they work.
+_THREADS = 2
 
 
 class TrustNetwork(nn.Module):
@@ -115,7 +118,7 @@ def train(network: TrustNetwork, sample: Sample, offsets: Tensor, seed: int) -> 
     optimiser = torch.optim.AdamW(network.parameters(), _RATE, weight_decay=_DECAY, fused=device.type == "cuda")
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, _RATE, total_steps=_EPOCHS * steps)
     weights = sample.weights / sample.weights.mean()
-    with torch.enable_grad():
+    with torch.enable_grad(), torch_threads(min(_THREADS, torch.get_num_threads())):
         for _ in range(_EPOCHS):
             orders = [part[torch.randperm(len(part), generator=generator)] for part in own]
             chosen = torch.stack([order[turns % len(order)] for order in orders]).to(device)

@@ -41,9 +41,10 @@ def label_counts(cases: CaseSet, known: Mapping[str, str], store: Store) -> dict
                 labels, mask = case.rows("labels", rows), case.rows("mask", rows)
                 valid = valid_voxels(labels, ignore_index=case.ignore_index, mask=mask)
                 if cases.channel_names is None:
-                    total += torch.bincount(labels[valid], minlength=cases.num_classes)
+                    found = torch.bincount(labels[valid], minlength=cases.num_classes)
                 else:
-                    total += (valid & (labels == 1)).flatten(1).sum(1)
+                    found = (valid & (labels == 1)).flatten(1).sum(1)
+                total += found.cpu()
         counts[ref.id] = total.tolist()
     return store.write("labels", key, counts)
 
