@@ -18,7 +18,7 @@ from typer import Option
 from segcal.calibrators import CALIBRATORS
 from segcal.cli.console import WIDE, new_table, out, show_notes, show_table, study_progress
 from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, Workers, open_data, seed_option, split_names
-from segcal.cli.evaluate import Metrics, Regions, split_metrics
+from segcal.cli.evaluate import REGIONS_DEFAULT, Metrics, Regions, split_metrics
 from segcal.errors import InputError, SegcalError
 from segcal.files.plain import number
 from segcal.files.remote import as_path
@@ -55,7 +55,7 @@ def compare_command(
     ] = "path",
     select: Annotated[Select, Option(help="The metric that tuning minimises.")] = "nll",
     metrics: Metrics = _METRICS,
-    regions: Regions = "everything,boundary",
+    regions: Regions = REGIONS_DEFAULT,
     preserve: Annotated[
         Preserve, Option(help="What a recommended method keeps: the label, the order of all classes, or nothing.")
     ] = "argmax",

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from segcal.calibrators import Calibrator, load
@@ -28,8 +30,9 @@ from segcal.cli.data import (
 )
 from segcal.errors import InputError
 from segcal.evaluation.apply import open_maps, write_maps
-from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
-from segcal.evaluation.plan import parse_metric
+from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate_many
+from segcal.evaluation.picture import NOT_SURE, TOO_SURE
+from segcal.evaluation.plan import DEFAULT_REGIONS, Plan, parse_metric
 from segcal.evaluation.results import Results
 from segcal.evaluation.unfinished import Unfinished
 from segcal.files.atomic import check_writable
@@ -42,7 +45,13 @@ from segcal.study.work.store import class_key, content_key, fingerprints
 Metrics = Annotated[str, Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
 Regions = Annotated[str, Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
 Part = Literal["calibration", "validation", "test"]
+#: The default of ``--regions``, in every command.
+REGIONS_DEFAULT = ",".join(DEFAULT_REGIONS)
 _METRICS = ",".join(DEFAULT_METRICS)
+# Up to this many classes have their table without being asked for.
+_FEW_CLASSES = 30
+# The characters of pictures for terminals that have no others.
+_ASCII = str.maketrans("█▇▆▅▄▃▂▁░▒·│┤┼─", "#####   o+.||+-")
 
 
 def evaluate_command(
@@ -52,9 +61,16 @@ def evaluate_command(
     split: Annotated[Part | None, Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
     calibrator: Annotated[Path | None, Option(help="Evaluate with this calibrator (segcal fit).")] = None,
     metrics: Metrics = _METRICS,
-    regions: Regions = "everything,boundary",
+    regions: Regions = REGIONS_DEFAULT,
     preset_id: Annotated[str | None, Option("--preset", help="A paper's table: " + ", ".join(PRESETS) + ".")] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Write the results as JSON.")] = None,
+    per_class: Annotated[
+        bool | None,
+        Option("--per-class/--no-per-class", help="A table of the classes; by default if there are at most 30."),
+    ] = None,
+    picture: Annotated[
+        bool, Option("--picture", help="Draw the reliability diagram in the terminal; with --calibrator, also before.")
+    ] = False,
     csv: Annotated[Path | None, Option(help="Write the tidy rows as CSV.")] = None,
     plots: Annotated[Path | None, Option(help="Draw diagrams, and maps of the worst cases, into this folder.")] = None,
     maps: Annotated[Path | None, Option(help="Folder for voxel maps (confidence, error, balance, band).")] = None,
@@ -79,6 +95,8 @@ def evaluate_command(
     check_files([output, csv], cases, calibrator)
     if resume and output is None:
         raise InputError("came without --output", where="--resume", expected="-o, as in the command that was stopped")
+    if picture and as_json:
+        raise InputError("came with --json", where="--picture", expected="one of the two")
     if plots:
         from segcal.plots.style import canvas
 
@@ -89,21 +107,21 @@ def evaluate_command(
         open_maps(cases, maps)
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     areas = split_names(regions, "--regions")
+    plan = Plan.make(columns, areas, seed=seed, exact=exact, background=cases.background)
+    maps_of: dict[str, Calibrator | None] = {"after": fitted, **({"before": None} if picture and fitted else {})}
     unfinished = None
     if output:
         # With all that decides the results: another dataset or calibrator goes on from nothing.
         state = None if calibrator is None else hashlib.sha256(calibrator.read_bytes()).hexdigest()
         names = [column if isinstance(column, str) else column.key for column in columns]
         what = {"columns": names, "regions": areas, "exact": exact, "seed": seed, "classes": class_key(cases)}
-        key = content_key(cases=fingerprints(cases), fit=state, **what)
+        key = content_key(cases=fingerprints(cases), fit=state, maps=list(maps_of), **what)
         unfinished = Unfinished(output.with_name(f"{output.name}.unfinished"), key)
         if not resume:
             unfinished.remove()
     with progress("evaluating", len(cases) * (1 + exact)) as step:
-        results = evaluate(
-            cases, fitted, metrics=columns, regions=areas, exact=exact, workers=workers, seed=seed, progress=step,
-            unfinished=unfinished,
-        )  # fmt: skip
+        found = evaluate_many(plan, cases, maps_of, workers=workers, progress=step, unfinished=unfinished)
+    results = found["after"]
     try:
         if output and unfinished:
             results.to_json(output)
@@ -119,13 +137,18 @@ def evaluate_command(
         if as_json:
             out.print_json(results.to_json())
         else:
-            show_results(results)
+            show_results(results, per_class)
+    if picture:
+        show_picture(results.picture(before=found.get("before")))
     if fitted and cases.splits and not split and not as_json:
         show_notes(["all cases of all parts; --split test leaves out those of the fit"])
 
 
-def show_results(results: Results) -> None:
-    """Print results as a table with the diagnosis in words; for multi-label data each channel, then the means."""
+def show_results(results: Results, per_class: bool | None = None) -> None:
+    """Print results as tables with the diagnosis in words; for multi-label data each channel, then the means.
+
+    ``per_class`` asks for the table of classes; None means only if they are few.
+    """
     for name in results.channels:
         out.print(f"[bold]{escape(name)}[/]")
         show_results(results.channel(name))
@@ -151,8 +174,40 @@ def show_results(results: Results) -> None:
     show_table(table)
     if not results.about.get("channel"):
         _show_notes(results)
+        _show_classes(results, per_class)
     for line in diagnosis_in_words(results):
         out.print(line)
+
+
+def _show_classes(results: Results, wanted: bool | None) -> None:
+    count = len(results.classes)
+    if wanted is None and count > _FEW_CLASSES:
+        out.print(f"{count} classes: --per-class shows each of them")
+    if wanted is False or (wanted is None and count > _FEW_CLASSES):
+        return
+    out.print()
+    show_table(_class_table(results))
+    what = "channel's inside" if results.channels else "class"
+    out.print(f"[dim]ECE of a {what} against the rest; balance: NLL - entropy where it is predicted[/]\n")
+
+
+def _class_table(results: Results) -> Table:
+    heads = ("channel" if results.channels else "class", "ECE", "Dice", "voxels", "predicted", "balance")
+    table = new_table(*heads, left=heads[:1])
+    for row in results.classes:
+        balance = "-" if row.balance != row.balance else f"{row.balance:+.4f}"
+        counts = (f"{row.voxels:,}", f"{row.predicted:,}")
+        table.add_row(escape(row.name), _number(row.ece), _number(row.dice), *counts, balance)
+    return table
+
+
+def show_picture(picture: str) -> None:
+    """Print a reliability diagram: gaps in colour where there are colours, plain letters where there is no Unicode."""
+    text = Text(picture if "utf" in out.encoding else picture.translate(_ASCII))
+    text.highlight_regex(f"{TOO_SURE}+", "red")
+    text.highlight_regex(f"{NOT_SURE}+", "blue")
+    out.print()
+    out.print(text)
 
 
 def _show_notes(results: Results) -> None:
