@@ -39,8 +39,8 @@ def test_sections_come_in_order(browser, reports):
     with opened(browser, reports("volumes")[0]) as page:
         ids = page.locator("main > section").evaluate_all("all => all.map((each) => each.id)")
         assert ids == [
-            "top", "methods", "pooled", "reliability", "classes", "boundary", "tradeoff", "cases", "browser", "diagnosis",
-            "statistics", "shift", "sensitivity", "definitions",
+            "top", "methods", "pooled", "reliability", "classes", "boundary", "tradeoff", "cases", "browser",
+            "diagnosis", "statistics", "shift", "sensitivity", "definitions",
         ]  # fmt: skip
         links = page.locator("nav a").evaluate_all("all => all.map((each) => each.hash.slice(1))")
         assert links == ids

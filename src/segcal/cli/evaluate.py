@@ -15,6 +15,7 @@ from typer import Option
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
+from segcal.cli.completion import one_of, several
 from segcal.cli.console import WIDE, new_table, out, progress, show_notes, show_table
 from segcal.cli.data import (
     Data,
@@ -42,8 +43,20 @@ from segcal.metrics.diagnosis import channels_in_words, verdicts_in_words
 from segcal.regions import REGIONS
 from segcal.study.work.store import class_key, content_key, fingerprints
 
-Metrics = Annotated[str, Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
-Regions = Annotated[str, Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
+Metrics = Annotated[
+    str,
+    Option(
+        help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.",
+        autocompletion=several({id: own.title for id, own in METRICS.items()}, alone={"all": "every metric"}),
+    ),
+]
+Regions = Annotated[
+    str,
+    Option(
+        help="Comma-separated: " + ", ".join(REGIONS) + ".",
+        autocompletion=several({id: own.description for id, own in REGIONS.items()}),
+    ),
+]
 Part = Literal["calibration", "validation", "test"]
 #: The default of ``--regions``, in every command.
 REGIONS_DEFAULT = ",".join(DEFAULT_REGIONS)
@@ -62,7 +75,14 @@ def evaluate_command(
     calibrator: Annotated[Path | None, Option(help="Evaluate with this calibrator (segcal fit).")] = None,
     metrics: Metrics = _METRICS,
     regions: Regions = REGIONS_DEFAULT,
-    preset_id: Annotated[str | None, Option("--preset", help="A paper's table: " + ", ".join(PRESETS) + ".")] = None,
+    preset_id: Annotated[
+        str | None,
+        Option(
+            "--preset",
+            help="A paper's table: " + ", ".join(PRESETS) + ".",
+            autocompletion=one_of({id: own.paper for id, own in PRESETS.items()}),
+        ),
+    ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Write the results as JSON.")] = None,
     per_class: Annotated[
         bool | None,

@@ -15,6 +15,7 @@ from segcal.calibrators import CALIBRATORS, Calibrator, load
 from segcal.cases import CaseSet, Split
 from segcal.cases.pack import StoredType
 from segcal.cases.splits import in_no_part, some
+from segcal.cli.completion import one_of
 from segcal.cli.console import new_table, out, progress, show_notes, show_table, waiting
 from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, Resume, check_files, open_data, seed_option
 from segcal.errors import InputError, check_name
@@ -35,7 +36,13 @@ _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
 def fit_command(
     data: Data,
     output: Annotated[Path, Option("--output", "-o", help="File for the calibrator, such as cal.safetensors.")],
-    method: Annotated[str, Option(help="One of: " + ", ".join(CALIBRATORS) + ".")] = "ts",
+    method: Annotated[
+        str,
+        Option(
+            help="One of: " + ", ".join(CALIBRATORS) + ".",
+            autocompletion=one_of({id: own.title for id, own in CALIBRATORS.items()}),
+        ),
+    ] = "ts",
     layout: Layout = None,
     labels: Labels = None,
     tune_by: Annotated[

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 RIGHT, TOO_SURE, NOT_SURE, PERFECT = "█", "░", "▒", "·"
-LEGEND = f"{RIGHT} accuracy  {TOO_SURE} too sure  {NOT_SURE} not sure enough  {PERFECT} perfect  below: voxels, log scale"
+_MARKS = {RIGHT: "accuracy", TOO_SURE: "too sure", NOT_SURE: "not sure enough", PERFECT: "perfect"}
+_LEGEND = "  ".join([*(f"{mark} {word}" for mark, word in _MARKS.items()), "below: voxels, log scale"])
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 # Characters of a bin and of what stands left of the axis. With one row a bin, the diagram looks square.
 _CELL, _MARGIN = 2, 4
@@ -33,7 +34,7 @@ def reliability_picture(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> 
     widths = [max(map(len, lines)) for lines in drawn]
     rows = zip(*drawn, strict=True)
     texts = ["    ".join(line.ljust(width) for line, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(text.rstrip() for text in (*texts, LEGEND))
+    return "\n".join(text.rstrip() for text in (*texts, _LEGEND))
 
 
 def _panel(title: str, bins: Mapping[str, Sequence[float]]) -> list[str]:

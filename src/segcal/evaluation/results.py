@@ -78,8 +78,8 @@ class ClassRow(NamedTuple):
 
     ``ece`` is that of the class against the rest, in 15 bins of its probability: ``cece`` is the mean over the classes.
     ``dice`` is that of the pooled confusion matrix. ``voxels`` have the class as label, ``predicted`` as prediction.
-    ``balance`` is the mean of NLL - entropy over the predicted ones: of a calibrated network it is 0 there, but not over
-    the voxels of a label. NaN where there is nothing to average. The row of a channel is that of its inside.
+    ``balance`` is the mean of NLL - entropy over the predicted ones: for a calibrated network it is 0 there, but not
+    over the voxels of a label. NaN where there is nothing to average. The row of a channel is that of its inside.
     """
 
     name: str

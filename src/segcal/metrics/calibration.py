@@ -207,9 +207,7 @@ def cece_gaps(
     return gaps.reshape(-1) / (stats.num_classes if reduction == "mean" else 1)
 
 
-def cece_per_class(
-    stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING
-) -> NDArray[np.float64]:
+def cece_per_class(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> NDArray[np.float64]:
     """The ECE of each class against the rest ``(C,)``, whose mean is ``cece``; NaN without voxels.
 
     Each is a share of all voxels, not of those of its class: that of a rare class is small.

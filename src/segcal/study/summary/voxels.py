@@ -145,7 +145,7 @@ def reliability(
 
 
 def classes(repeats: Repeats) -> list[dict[str, Any]]:
-    """The table of classes, or of channels, of every method: means over the repeats, each pooled over its test cases."""
+    """The table of classes, or of channels, of every method: means over repeats, each pooled over its test cases."""
     rows = []
     for method, first in repeats[0].items():
         for k, row in enumerate(first.classes):
