@@ -100,5 +100,9 @@ def test_the_command_draws_before_and_after(run, monkeypatch, tmp_path):
     assert segcal.Results.from_json(tmp_path / "r.json").rows == after.rows
     assert before.picture() in run("evaluate", data, "--metrics", "ece", "--picture")[1]
     assert run("evaluate", data, "--picture", "--json")[0] == 1
+    monkeypatch.setattr(console.out, "_force_terminal", True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    narrow = run("evaluate", data, *options, "--picture", width=60)[1]
+    assert f"{before.picture()}\n\n{after.picture()}" in narrow
     monkeypatch.setattr(console.Console, "encoding", "ascii")
     run("evaluate", data, "--metrics", "ece", "--picture")[1].encode("ascii")

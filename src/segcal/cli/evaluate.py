@@ -159,7 +159,7 @@ def evaluate_command(
         else:
             show_results(results, per_class)
     if picture:
-        show_picture(results.picture(before=found.get("before")))
+        show_picture(results, found.get("before"))
     if fitted and cases.splits and not split and not as_json:
         show_notes(["all cases of all parts; --split test leaves out those of the fit"])
 
@@ -221,8 +221,14 @@ def _class_table(results: Results) -> Table:
     return table
 
 
-def show_picture(picture: str) -> None:
-    """Print a reliability diagram: gaps in colour where there are colours, plain letters where there is no Unicode."""
+def show_picture(results: Results, before: Results | None = None) -> None:
+    """Print the reliability diagram, beside the one before or, where there is no room for both, below it.
+
+    Gaps have colours where there are any. Where there is no Unicode, plain letters take its place.
+    """
+    picture = results.picture(before=before)
+    if before is not None and out.is_terminal and max(map(len, picture.splitlines())) > out.width:
+        picture = f"{before.picture()}\n\n{results.picture()}"
     text = Text(picture if "utf" in out.encoding else picture.translate(_ASCII))
     text.highlight_regex(f"{TOO_SURE}+", "red")
     text.highlight_regex(f"{NOT_SURE}+", "blue")

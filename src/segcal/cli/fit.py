@@ -25,6 +25,7 @@ from segcal.evaluation.plan import Plan
 from segcal.files.plain import plain
 from segcal.files.remote import as_path
 from segcal.fitting.data import VoxelBudget
+from segcal.statistics import EVERYTHING
 from segcal.study.settings import Select
 from segcal.study.tuning import tune
 
@@ -109,7 +110,7 @@ def fit_command(
 
 def _before_and_after(calibrator: Calibrator, cases: CaseSet) -> dict[str, dict[str, dict[str, float]]]:
     """Metrics before and after calibration, of the whole ("") and of each channel of multi-label data."""
-    plan = Plan.make(_SHOWN, background=cases.background)
+    plan = Plan.make(_SHOWN, (EVERYTHING,), background=cases.background)
     with progress("evaluating before and after", len(cases)) as step:
         found = evaluate_many(plan, cases, {"before": None, "after": calibrator}, progress=step)
     shown: dict[str, dict[str, dict[str, float]]] = {}

@@ -36,7 +36,7 @@ class Plan:
     def make(
         cls,
         metrics: Sequence[str | Column],
-        regions: Sequence[str] = (EVERYTHING,),
+        regions: Sequence[str] = DEFAULT_REGIONS,
         masks: Mapping[str, Callable[[Case], Tensor]] | None = None,
         *,
         seed: int = 0,
