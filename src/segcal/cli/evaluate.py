@@ -200,10 +200,11 @@ def show_results(results: Results, per_class: bool | None = None) -> None:
 
 
 def _show_classes(results: Results, wanted: bool | None) -> None:
-    count = len(results.classes)
-    if wanted is None and count > _FEW_CLASSES:
-        out.print(f"{count} classes: --per-class shows each of them")
-    if wanted is False or (wanted is None and count > _FEW_CLASSES):
+    few = len(results.classes) <= _FEW_CLASSES
+    if wanted is None and not few:
+        what = "channels" if results.channels else "classes"
+        out.print(f"{len(results.classes)} {what}: --per-class shows each of them")
+    if not (few if wanted is None else wanted):
         return
     out.print()
     show_table(_class_table(results))

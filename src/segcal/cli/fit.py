@@ -29,6 +29,13 @@ from segcal.statistics import EVERYTHING
 from segcal.study.settings import Select
 from segcal.study.tuning import tune
 
+MethodOption = Annotated[
+    str,
+    Option(
+        help="One of: " + ", ".join(CALIBRATORS) + ".",
+        autocompletion=one_of({id: own.title for id, own in CALIBRATORS.items()}),
+    ),
+]
 # Share of the cases held out for the table.
 _HELD_OUT = 0.3
 _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
@@ -37,13 +44,7 @@ _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
 def fit_command(
     data: Data,
     output: Annotated[Path, Option("--output", "-o", help="File for the calibrator, such as cal.safetensors.")],
-    method: Annotated[
-        str,
-        Option(
-            help="One of: " + ", ".join(CALIBRATORS) + ".",
-            autocompletion=one_of({id: own.title for id, own in CALIBRATORS.items()}),
-        ),
-    ] = "ts",
+    method: MethodOption = "ts",
     layout: Layout = None,
     labels: Labels = None,
     tune_by: Annotated[
