@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from segcal.study.tuning import tune
     from segcal.types import Case, Chunk, FitReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported when they are first used: ``import segcal`` and ``segcal --help`` need not wait for PyTorch.
 _HOMES = {

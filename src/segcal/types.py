@@ -112,6 +112,8 @@ class FitReport:
         seconds: Wall-clock time.
         voxels_used: Voxels the solution rests on.
         notes: What the user should know: active bounds, fallbacks, classes with too few voxels.
+        cases: Cases that were fitted to; None in files of earlier versions.
+        fitted: When, in UTC, as ISO 8601 has it; None in files of earlier versions.
     """
 
     nll_before: float
@@ -122,6 +124,8 @@ class FitReport:
     seconds: float
     voxels_used: int
     notes: tuple[str, ...] = ()
+    cases: int | None = None
+    fitted: str | None = None
 
 
 class Case:

@@ -149,7 +149,7 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(run, tmp_path, 
     def work(*args, **kwargs):
         raise AssertionError("the work began")
 
-    for name in ("fit.CALIBRATORS", "fit.evaluate_many", "evaluate.evaluate"):
+    for name in ("fit.CALIBRATORS", "fit.evaluate_many", "evaluate.evaluate_many"):
         monkeypatch.setattr(f"segcal.cli.{name}", {"ts": work} if name.endswith("RS") else work)
     for option in (("fit", "ds", "-o"), ("evaluate", "ds", "-o"), ("evaluate", "ds", "--csv")):
         assert_refused(run, tmp_path, "Error in", *option, place)

@@ -45,7 +45,7 @@ def bare(folder):
     study["recommendation"].update(method=None, best="uncalibrated", sentences=[], caveats=[], file=None)
     study.update(reliability=[], bands=[], diagnosis={}, ranks=[], sum_rank={}, warnings=[], shift=None, flips=[])
     study.update(sensitivity={}, cases=[], fits=[], timings={})
-    del study["scores"]  # as in a study of an earlier version
+    del study["scores"], study["classes"]  # as in a study of an earlier version
     for row in study["summary"]:
         row.update(mean=None, low=None, high=None, pooled=None)
         del row["pooled_low"], row["pooled_high"]
@@ -74,7 +74,7 @@ def fallen_back(folder):
 
 def crowded(folder):
     """Long names, many methods, classes and warnings."""
-    study = write(folder, cases=40, methods=20, classes=24, metrics=12, repeats=3)
+    study = write(folder, cases=40, methods=20, classes=34, metrics=12, repeats=3)
     study["warnings"] = [f"Warning {i}: {'very ' * 30}long and {'unbroken' * 20}" for i in range(12)]
     for method in study["methods"][1:6]:
         method["name"] += " with a name that goes on and on, " * 3

@@ -39,8 +39,8 @@ def test_sections_come_in_order(browser, reports):
     with opened(browser, reports("volumes")[0]) as page:
         ids = page.locator("main > section").evaluate_all("all => all.map((each) => each.id)")
         assert ids == [
-            "top", "methods", "pooled", "reliability", "boundary", "tradeoff", "cases", "browser", "diagnosis",
-            "statistics", "shift", "sensitivity", "definitions",
+            "top", "methods", "pooled", "reliability", "classes", "boundary", "tradeoff", "cases", "browser",
+            "diagnosis", "statistics", "shift", "sensitivity", "definitions",
         ]  # fmt: skip
         links = page.locator("nav a").evaluate_all("all => all.map((each) => each.hash.slice(1))")
         assert links == ids
@@ -116,6 +116,37 @@ def test_a_study_of_an_earlier_version_shows_pooled_values_without_intervals(bro
         assert [len(cell.split("\n")) for cell in cells] == [2, 1]
         assert "refinement" not in page.locator("#pooled").inner_text()
         assert re.search(r"Pooled over all voxels: [\d.]+, then [\d.]+\.", page.locator("#top").inner_text())
+
+
+def test_classes_are_shown_before_and_after(browser, reports):
+    address, study = reports("volumes")
+    rows = {(row["method"], row["class"]): row for row in study["classes"]}
+    with opened(browser, address) as page:
+        section = page.locator("#classes")
+        section.get_by_label("After", exact=True).select_option("ts")
+        names = section.locator("tbody th").all_inner_texts()
+        assert names == study["about"]["data"]["class_names"]
+        for line, name in zip(section.locator("tbody tr").all(), names, strict=True):
+            before, now = rows["uncalibrated", name], rows["ts", name]
+            found = [cell.replace("−", "-").replace(",", "") for cell in line.locator("td").all_inner_texts()]
+            wanted = [own[key] for key in ("ece", "dice", "balance") for own in (before, now)]
+            wanted += [before["voxels"], now["predicted"]]
+            assert [float(cell) for cell in found] == pytest.approx(wanted, abs=6e-4)
+        section.get_by_role("radio", name="Largest ECE first").check()
+        worst = sorted(names, key=lambda name: -rows["uncalibrated", name]["ece"])
+        assert section.locator("tbody th").all_inner_texts() == worst
+
+
+def test_many_classes_are_shown_when_asked_for_and_channels_by_name(browser, reports):
+    with opened(browser, reports("crowded")[0]) as page:
+        section = page.locator("#classes")
+        assert section.locator("tbody tr").count() == 30
+        section.get_by_role("button", name="Show all 34 classes").click()
+        assert section.locator("tbody tr").count() == 34
+        assert section.get_by_role("button").count() == 0
+    with opened(browser, reports("channels")[0]) as page:
+        assert page.locator("#classes tbody th").all_inner_texts() == ["liver", HOSTILE]
+        assert page.locator("#classes h2").inner_text() == "Inside each channel"
 
 
 @pytest.mark.parametrize(("column", "field"), [("parameters", "parameters"), ("value", "mean"), ("name", "name")])

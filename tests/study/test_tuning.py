@@ -62,7 +62,7 @@ def test_what_temperature_cannot_express_is_learnt(validated):
 
 def test_trials_are_means_over_images_and_the_lowest_wins():
     tuned = tune("dc", CONDITIONAL[:3], CONDITIONAL[3:6], strengths=(10.0, 0.1))
-    values = evaluate(CONDITIONAL[3:6], tuned, metrics=("nll", "ece", "brier"))
+    values = evaluate(CONDITIONAL[3:6], tuned, metrics=("nll", "ece", "brier"), regions=("everything",))
     won = next(trial for trial in tuned.tuning if trial.arguments["shrinkage"] == tuned.shrinkage)
     assert won.nll == min(trial.nll for trial in tuned.tuning)
     for row in values.summary():

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -171,7 +172,8 @@ class Calibrator(CalibratorModule, ABC):
         trial.allocate(cases.num_classes)
         found = fit(trial)
         found, seconds = found._replace(notes=tuple(found.notes)), time.perf_counter() - started
-        trial.fit_report = FitReport(**found._asdict(), seconds=seconds)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        trial.fit_report = FitReport(**found._asdict(), seconds=seconds, cases=len(cases), fitted=now)
         become(self, trial)
         return self
 

@@ -143,7 +143,11 @@ def _report(told: Any) -> FitReport | None:
     kinds = {"converged": bool, "iterations": int, "voxels_used": int}
     checked: dict[str, Any] = {name: _check(name, told[name], kind) for name, kind in kinds.items()}
     checked |= {name: number(told[name]) for name in ("nll_before", "nll_after", "certificate", "seconds")}
-    return FitReport(**checked, notes=_texts("notes", told["notes"]))
+    later = {"cases": int, "fitted": str}  # Files of earlier versions have neither.
+    known: dict[str, Any] = {
+        name: _check(name, told[name], kind) for name, kind in later.items() if told.get(name) is not None
+    }
+    return FitReport(**checked, **known, notes=_texts("notes", told["notes"]))
 
 
 def _with_infinities(item: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def report_of_channels(names: Sequence[str], reports: Sequence[FitReport | None]
         >>> one = FitReport(2.0, 1.0, True, 1e-9, 3, 0.1, 10, notes=("a",))
         >>> report_of_channels(("liver", "tumour"), (one, FitReport(4.0, 2.0, True, 1e-8, 4, 0.1, 10)))
         FitReport(nll_before=3.0, nll_after=1.5, converged=True, certificate=1e-08, iterations=7, seconds=0.2,
-                  voxels_used=20, notes=('liver: a',))
+                  voxels_used=20, notes=('liver: a',), cases=None, fitted=None)
     """
     known = [report for report in reports if report is not None]
     if len(known) < len(reports):

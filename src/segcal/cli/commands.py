@@ -41,7 +41,7 @@ for _name, _command in zip(SUMMARIES, _COMMANDS, strict=True):
 def run() -> None:
     """Run a command; errors segcal knows become a message and exit code 1."""
     try:
-        app()
+        app(prog_name="segcal")
     except SegcalError as error:
         show_error(error)
         sys.exit(1)

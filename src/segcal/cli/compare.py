@@ -9,25 +9,31 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
 from segcal.calibrators import CALIBRATORS
+from segcal.cli.completion import several
 from segcal.cli.console import WIDE, new_table, out, show_notes, show_table, study_progress
 from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, Workers, open_data, seed_option, split_names
-from segcal.cli.evaluate import Metrics, Regions, split_metrics
+from segcal.cli.evaluate import REGIONS_DEFAULT, Metrics, Regions, split_metrics
 from segcal.errors import InputError, SegcalError
 from segcal.files.plain import number
 from segcal.files.remote import as_path
 from segcal.study import Study, compare
 from segcal.study.advice.choice import NEGLIGIBLE, Rows, by_method
-from segcal.study.settings import FLIPS, STUDY_METRICS, UNCALIBRATED, Preserve, Select, Tune
+from segcal.study.settings import FLIPS, STUDY_METRICS, UNCALIBRATED, Pooling, Preserve, Select, Sensitivity, Tune
 
+_SETS = {"all": "every method", "decision-preserving": "those that keep the labels"}
 Methods = Annotated[
-    str, Option(help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".")
+    str,
+    Option(
+        help="'all', 'decision-preserving', or comma-separated: " + ", ".join(CALIBRATORS) + ".",
+        autocompletion=several({id: own.title for id, own in CALIBRATORS.items()}, alone=_SETS),
+    ),
 ]
 Repeats = Annotated[
     int | None, Option(min=1, help="Number of random splits: 3, or 1 if segcal.toml declares \\[splits].")
@@ -55,7 +61,7 @@ def compare_command(
     ] = "path",
     select: Annotated[Select, Option(help="The metric that tuning minimises.")] = "nll",
     metrics: Metrics = _METRICS,
-    regions: Regions = "everything,boundary",
+    regions: Regions = REGIONS_DEFAULT,
     preserve: Annotated[
         Preserve, Option(help="What a recommended method keeps: the label, the order of all classes, or nothing.")
     ] = "argmax",
@@ -63,7 +69,13 @@ def compare_command(
         bool, Option("--translation-invariant", help="Recommend only methods that ignore offsets of the logits.")
     ] = False,
     robust: Annotated[bool, Option("--robust", help="Recommend only methods that never lose on shifted data.")] = False,
-    pooling: Annotated[str | None, Option(help="Ways to pool an ensemble, with commas: single, probs, logits.")] = None,
+    pooling: Annotated[
+        str | None,
+        Option(
+            help="Ways to pool an ensemble, with commas: single, probs, logits.",
+            autocompletion=several(dict.fromkeys(get_args(Pooling), "")),
+        ),
+    ] = None,
     shifted: Annotated[
         list[Path] | None, Option(parser=as_path, metavar="PATH", help="Another dataset to test on. May be repeated.")
     ] = None,
@@ -72,7 +84,11 @@ def compare_command(
         str | None, Option(help="For --shift, module:function from an image (1, channels, *spatial) to logits.")
     ] = None,
     sensitivity: Annotated[
-        str | None, Option(help="Also vary, comma-separated: bins, size (of calibration), members (of an ensemble).")
+        str | None,
+        Option(
+            help="Also vary, comma-separated: bins, size (of calibration), members (of an ensemble).",
+            autocompletion=several(dict.fromkeys(get_args(Sensitivity), "")),
+        ),
     ] = None,
     workers: Workers = 1,
     device: DeviceOption = "auto",
@@ -131,7 +147,7 @@ def compare_command(
 
 def method_names(text: str) -> str | tuple[str, ...]:
     """What ``--methods`` asks for."""
-    return text if text in ("all", "decision-preserving") else split_names(text, "--methods")
+    return text if text in _SETS else split_names(text, "--methods")
 
 
 def load_model(text: str) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ def _demonstrate(data: Path, report: Path, seed: int) -> None:
     _say("2. How wrong is its confidence?", f"segcal evaluate {data} --metrics {','.join(_METRICS)}")
     cases = open_cases(data)
     with progress("evaluating", len(cases)) as step:
-        show_results(evaluate(cases, metrics=_METRICS, regions=("everything", "boundary"), progress=step))
+        show_results(evaluate(cases, metrics=_METRICS, progress=step))
     workers = min(2, os.cpu_count() or 1)
     command = ("segcal", "compare", str(data), "--methods", ",".join(_METHODS), "--repeats", str(_REPEATS),
                "--workers", str(workers), "--seed", str(seed), "-o", str(report))  # fmt: skip

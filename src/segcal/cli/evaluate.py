@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases import CaseSet
+from segcal.cli.completion import one_of, several
 from segcal.cli.console import WIDE, new_table, out, progress, show_notes, show_table
 from segcal.cli.data import (
     Data,
@@ -28,8 +31,9 @@ from segcal.cli.data import (
 )
 from segcal.errors import InputError
 from segcal.evaluation.apply import open_maps, write_maps
-from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate
-from segcal.evaluation.plan import parse_metric
+from segcal.evaluation.evaluate import DEFAULT_METRICS, evaluate_many
+from segcal.evaluation.picture import NOT_SURE, TOO_SURE
+from segcal.evaluation.plan import DEFAULT_REGIONS, Plan, parse_metric
 from segcal.evaluation.results import Results
 from segcal.evaluation.unfinished import Unfinished
 from segcal.files.atomic import check_writable
@@ -39,10 +43,28 @@ from segcal.metrics.diagnosis import channels_in_words, verdicts_in_words
 from segcal.regions import REGIONS
 from segcal.study.work.store import class_key, content_key, fingerprints
 
-Metrics = Annotated[str, Option(help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.")]
-Regions = Annotated[str, Option(help="Comma-separated: " + ", ".join(REGIONS) + ".")]
+Metrics = Annotated[
+    str,
+    Option(
+        help="Comma-separated ids, with options as in 'ece\\[num_bins=50]', or 'all'.",
+        autocompletion=several({id: own.title for id, own in METRICS.items()}, alone={"all": "every metric"}),
+    ),
+]
+Regions = Annotated[
+    str,
+    Option(
+        help="Comma-separated: " + ", ".join(REGIONS) + ".",
+        autocompletion=several({id: own.description for id, own in REGIONS.items()}),
+    ),
+]
 Part = Literal["calibration", "validation", "test"]
+#: The default of ``--regions``, in every command.
+REGIONS_DEFAULT = ",".join(DEFAULT_REGIONS)
 _METRICS = ",".join(DEFAULT_METRICS)
+# Up to this many classes have their table without being asked for.
+_FEW_CLASSES = 30
+# The characters of pictures for terminals that have no others.
+_ASCII = str.maketrans("█▇▆▅▄▃▂▁░▒·│┤┼─", "#####   o+.||+-")
 
 
 def evaluate_command(
@@ -52,9 +74,23 @@ def evaluate_command(
     split: Annotated[Part | None, Option(help="Only this part of the \\[splits] in segcal.toml.")] = None,
     calibrator: Annotated[Path | None, Option(help="Evaluate with this calibrator (segcal fit).")] = None,
     metrics: Metrics = _METRICS,
-    regions: Regions = "everything,boundary",
-    preset_id: Annotated[str | None, Option("--preset", help="A paper's table: " + ", ".join(PRESETS) + ".")] = None,
+    regions: Regions = REGIONS_DEFAULT,
+    preset_id: Annotated[
+        str | None,
+        Option(
+            "--preset",
+            help="A paper's table: " + ", ".join(PRESETS) + ".",
+            autocompletion=one_of({id: own.paper for id, own in PRESETS.items()}),
+        ),
+    ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Write the results as JSON.")] = None,
+    per_class: Annotated[
+        bool | None,
+        Option("--per-class/--no-per-class", help="A table of the classes; by default if there are at most 30."),
+    ] = None,
+    picture: Annotated[
+        bool, Option("--picture", help="Draw the reliability diagram in the terminal; with --calibrator, also before.")
+    ] = False,
     csv: Annotated[Path | None, Option(help="Write the tidy rows as CSV.")] = None,
     plots: Annotated[Path | None, Option(help="Draw diagrams, and maps of the worst cases, into this folder.")] = None,
     maps: Annotated[Path | None, Option(help="Folder for voxel maps (confidence, error, balance, band).")] = None,
@@ -79,6 +115,8 @@ def evaluate_command(
     check_files([output, csv], cases, calibrator)
     if resume and output is None:
         raise InputError("came without --output", where="--resume", expected="-o, as in the command that was stopped")
+    if picture and as_json:
+        raise InputError("came with --json", where="--picture", expected="one of the two")
     if plots:
         from segcal.plots.style import canvas
 
@@ -89,21 +127,21 @@ def evaluate_command(
         open_maps(cases, maps)
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     areas = split_names(regions, "--regions")
+    plan = Plan.make(columns, areas, seed=seed, exact=exact, background=cases.background)
+    maps_of: dict[str, Calibrator | None] = {"after": fitted, **({"before": None} if picture and fitted else {})}
     unfinished = None
     if output:
         # With all that decides the results: another dataset or calibrator goes on from nothing.
         state = None if calibrator is None else hashlib.sha256(calibrator.read_bytes()).hexdigest()
         names = [column if isinstance(column, str) else column.key for column in columns]
         what = {"columns": names, "regions": areas, "exact": exact, "seed": seed, "classes": class_key(cases)}
-        key = content_key(cases=fingerprints(cases), fit=state, **what)
+        key = content_key(cases=fingerprints(cases), fit=state, maps=list(maps_of), **what)
         unfinished = Unfinished(output.with_name(f"{output.name}.unfinished"), key)
         if not resume:
             unfinished.remove()
     with progress("evaluating", len(cases) * (1 + exact)) as step:
-        results = evaluate(
-            cases, fitted, metrics=columns, regions=areas, exact=exact, workers=workers, seed=seed, progress=step,
-            unfinished=unfinished,
-        )  # fmt: skip
+        found = evaluate_many(plan, cases, maps_of, workers=workers, progress=step, unfinished=unfinished)
+    results = found["after"]
     try:
         if output and unfinished:
             results.to_json(output)
@@ -119,13 +157,18 @@ def evaluate_command(
         if as_json:
             out.print_json(results.to_json())
         else:
-            show_results(results)
+            show_results(results, per_class)
+    if picture:
+        show_picture(results, found.get("before"))
     if fitted and cases.splits and not split and not as_json:
         show_notes(["all cases of all parts; --split test leaves out those of the fit"])
 
 
-def show_results(results: Results) -> None:
-    """Print results as a table with the diagnosis in words; for multi-label data each channel, then the means."""
+def show_results(results: Results, per_class: bool | None = None) -> None:
+    """Print results as tables with the diagnosis in words; for multi-label data each channel, then the means.
+
+    ``per_class`` asks for the table of classes; None means only if they are few.
+    """
     for name in results.channels:
         out.print(f"[bold]{escape(name)}[/]")
         show_results(results.channel(name))
@@ -151,8 +194,47 @@ def show_results(results: Results) -> None:
     show_table(table)
     if not results.about.get("channel"):
         _show_notes(results)
+        _show_classes(results, per_class)
     for line in diagnosis_in_words(results):
         out.print(line)
+
+
+def _show_classes(results: Results, wanted: bool | None) -> None:
+    few = len(results.classes) <= _FEW_CLASSES
+    if wanted is None and not few:
+        what = "channels" if results.channels else "classes"
+        out.print(f"{len(results.classes)} {what}: --per-class shows each of them")
+    if not (few if wanted is None else wanted):
+        return
+    out.print()
+    show_table(_class_table(results))
+    what = "channel's inside" if results.channels else "class"
+    out.print(f"[dim]ECE of a {what} against the rest; balance: NLL - entropy where it is predicted[/]\n")
+
+
+def _class_table(results: Results) -> Table:
+    heads = ("channel" if results.channels else "class", "ECE", "Dice", "voxels", "predicted", "balance")
+    table = new_table(*heads, left=heads[:1])
+    for row in results.classes:
+        balance = "-" if row.balance != row.balance else f"{row.balance:+.4f}"
+        counts = (f"{row.voxels:,}", f"{row.predicted:,}")
+        table.add_row(escape(row.name), _number(row.ece), _number(row.dice), *counts, balance)
+    return table
+
+
+def show_picture(results: Results, before: Results | None = None) -> None:
+    """Print the reliability diagram, beside the one before or, where there is no room for both, below it.
+
+    Gaps have colours where there are any. Where there is no Unicode, plain letters take its place.
+    """
+    picture = results.picture(before=before)
+    if before is not None and out.is_terminal and max(map(len, picture.splitlines())) > out.width:
+        picture = f"{before.picture()}\n\n{results.picture()}"
+    text = Text(picture if "utf" in out.encoding else picture.translate(_ASCII))
+    text.highlight_regex(f"{TOO_SURE}+", "red")
+    text.highlight_regex(f"{NOT_SURE}+", "blue")
+    out.print()
+    out.print(text)
 
 
 def _show_notes(results: Results) -> None:

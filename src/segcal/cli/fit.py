@@ -15,6 +15,7 @@ from segcal.calibrators import CALIBRATORS, Calibrator, load
 from segcal.cases import CaseSet, Split
 from segcal.cases.pack import StoredType
 from segcal.cases.splits import in_no_part, some
+from segcal.cli.completion import one_of
 from segcal.cli.console import new_table, out, progress, show_notes, show_table, waiting
 from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, Resume, check_files, open_data, seed_option
 from segcal.errors import InputError, check_name
@@ -24,9 +25,17 @@ from segcal.evaluation.plan import Plan
 from segcal.files.plain import plain
 from segcal.files.remote import as_path
 from segcal.fitting.data import VoxelBudget
+from segcal.statistics import EVERYTHING
 from segcal.study.settings import Select
 from segcal.study.tuning import tune
 
+MethodOption = Annotated[
+    str,
+    Option(
+        help="One of: " + ", ".join(CALIBRATORS) + ".",
+        autocompletion=one_of({id: own.title for id, own in CALIBRATORS.items()}),
+    ),
+]
 # Share of the cases held out for the table.
 _HELD_OUT = 0.3
 _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
@@ -35,7 +44,7 @@ _SHOWN = ("nll", "ece", "ba-ece", "brier", "accuracy", "flip")
 def fit_command(
     data: Data,
     output: Annotated[Path, Option("--output", "-o", help="File for the calibrator, such as cal.safetensors.")],
-    method: Annotated[str, Option(help="One of: " + ", ".join(CALIBRATORS) + ".")] = "ts",
+    method: MethodOption = "ts",
     layout: Layout = None,
     labels: Labels = None,
     tune_by: Annotated[
@@ -102,7 +111,7 @@ def fit_command(
 
 def _before_and_after(calibrator: Calibrator, cases: CaseSet) -> dict[str, dict[str, dict[str, float]]]:
     """Metrics before and after calibration, of the whole ("") and of each channel of multi-label data."""
-    plan = Plan.make(_SHOWN, background=cases.background)
+    plan = Plan.make(_SHOWN, (EVERYTHING,), background=cases.background)
     with progress("evaluating before and after", len(cases)) as step:
         found = evaluate_many(plan, cases, {"before": None, "after": calibrator}, progress=step)
     shown: dict[str, dict[str, dict[str, float]]] = {}

@@ -32,7 +32,6 @@ def new_app() -> typer.Typer:
 
         Start with 'segcal demo', or with 'segcal check DATA' on your own predictions.""",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode="rich",

@@ -20,12 +20,14 @@ from segcal.cases.calibrated import AnyCalibrator, check_classes, of_channel
 from segcal.cases.device import Device
 from segcal.cases.shares import in_shares
 from segcal.errors import InputError, check_whole, naming
+from segcal.evaluation.classes import class_rows
 from segcal.evaluation.measure import CaseVoxels, SecondPasses, measure_case, reduced_rows, second_passes
-from segcal.evaluation.plan import DEFAULT_BINS, Plan
+from segcal.evaluation.plan import DEFAULT_BINS, DEFAULT_REGIONS, Plan
 from segcal.evaluation.pooled import case_sums, intervals, summed_columns
 from segcal.evaluation.results import POOLED, Results, Row, mean_over_channels
 from segcal.evaluation.unfinished import Unfinished
 from segcal.files.plain import packed, unpacked
+from segcal.files.versions import SEGCAL
 from segcal.metrics import Column, Reliability, confidence_balance, free_energy_std, predicted_reliability, reliability
 from segcal.metrics.diagnosis import diagnose, diagnose_channels
 from segcal.parallel.ranks import Progress
@@ -45,7 +47,7 @@ def evaluate(
     calibrator: AnyCalibrator = None,
     *,
     metrics: Sequence[str | Column] = DEFAULT_METRICS,
-    regions: Sequence[str] = (EVERYTHING,),
+    regions: Sequence[str] = DEFAULT_REGIONS,
     masks: Mapping[str, Callable[[Case], torch.Tensor]] | None = None,
     exact: bool = False,
     workers: int = 1,
@@ -294,6 +296,7 @@ def _results(plan: Plan, cases: CaseSet, sums: _Sums, second: SecondPasses) -> R
             for region in (EVERYTHING, *sums.counted.regions)
         },
         diagnosis=diagnose(sums.pooled, balances=sums.balances, spreads=sums.spreads, class_names=cases.class_names),
+        classes=class_rows(sums.pooled, cases.class_names),
         sums={
             ("", region, metric): np.stack([sums.sums[case][metric, region] for case in cases.ids])
             for metric, region in next(iter(sums.sums.values()))
@@ -310,6 +313,7 @@ def _of_channels(channels: Mapping[str, Results], about: Mapping[str, Any]) -> R
         about=about,
         reliability={name: own.reliability for name, own in channels.items()},
         diagnosis=diagnose_channels({name: own.diagnosis for name, own in channels.items()}),
+        classes=tuple(own.classes[1]._replace(name=name) for name, own in channels.items()),
         sums={(name, *key[1:]): sums for name, own in channels.items() for key, sums in own.sums.items()},
     )
 
@@ -344,4 +348,4 @@ def _about(plan: Plan, cases: CaseSet, calibrator: AnyCalibrator) -> dict[str, A
 def versions() -> Mapping[str, str]:
     """Versions of what computes the numbers. Looked up once, as this takes milliseconds."""
     libraries = {name: version(name) for name in ("torch", "numpy")}
-    return {"segcal": version("segcal"), "python": platform.python_version(), **libraries}
+    return {"segcal": SEGCAL, "python": platform.python_version(), **libraries}

@@ -17,6 +17,8 @@ from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import Case
 
 DEFAULT_BINS = 15
+#: The regions of every evaluation and study, in Python and on the command line, unless others are asked for.
+DEFAULT_REGIONS = (EVERYTHING, "boundary")
 LOCAL = "local"
 
 
@@ -34,7 +36,7 @@ class Plan:
     def make(
         cls,
         metrics: Sequence[str | Column],
-        regions: Sequence[str] = (EVERYTHING,),
+        regions: Sequence[str] = DEFAULT_REGIONS,
         masks: Mapping[str, Callable[[Case], Tensor]] | None = None,
         *,
         seed: int = 0,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segcal.errors import DataError, InputError
+from segcal.evaluation.picture import reliability_picture
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import number, plain
 from segcal.files.versions import RESULTS
@@ -72,6 +73,23 @@ class SummaryRow(NamedTuple):
     pooled_high: float = math.nan
 
 
+class ClassRow(NamedTuple):
+    """A class, or a channel of multi-label data, over the voxels of all cases together.
+
+    ``ece`` is that of the class against the rest, in 15 bins of its probability: ``cece`` is the mean over the classes.
+    ``dice`` is that of the pooled confusion matrix. ``voxels`` have the class as label, ``predicted`` as prediction.
+    ``balance`` is the mean of NLL - entropy over the predicted ones: for a calibrated network it is 0 there, but not
+    over the voxels of a label. NaN where there is nothing to average. The row of a channel is that of its inside.
+    """
+
+    name: str
+    ece: float
+    dice: float
+    voxels: int
+    predicted: int
+    balance: float
+
+
 @dataclass(frozen=True)
 class Results:
     """What ``segcal.evaluate`` found.
@@ -81,6 +99,7 @@ class Results:
         about: What was evaluated and how: data, groups of cases, calibrator, classes, bins, seed, versions.
         reliability: Region to reliability data, for the top label and for every predicted class.
         diagnosis: Findings in words and numbers.
+        classes: A row for each class or, for multi-label data, for each channel; over all cases.
         pooled_intervals: Channel, region and metric to the 95% interval of the pooled value.
         sums: Channel, region and metric to what each case adds to the pooled value, ``(cases, ...)``. Not in files.
 
@@ -100,6 +119,7 @@ class Results:
     about: Mapping[str, Any] = field(default_factory=dict)
     reliability: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[ClassRow, ...] = ()
     pooled_intervals: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
     sums: Mapping[Key, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -143,6 +163,7 @@ class Results:
             about={**self.about, "channels": None, "channel": name},
             reliability=self.reliability[name],
             diagnosis=self.diagnosis["channels"][name],
+            classes=tuple(row for row in self.classes if row.name == name),
             pooled_intervals={("", *key[1:]): own for key, own in self.pooled_intervals.items() if key[0] == name},
             sums={("", *key[1:]): own for key, own in self.sums.items() if key[0] == name},
         )
@@ -158,6 +179,22 @@ class Results:
             own = _summarise(list(rows.values()), self.groups, seed)
             found.append(own._replace(pooled_low=low, pooled_high=high))
         return found
+
+    def picture(self, region: str = "everything", *, before: Results | None = None) -> str:
+        """The reliability diagram as text, 15 bins of all voxels; beside that of ``before`` if these are given.
+
+        For multi-label data, the diagrams of one channel below those of another.
+        """
+        if self.channels:
+            pairs = [(name, self.channel(name), before and before.channel(name)) for name in self.channels]
+            return "\n\n".join(f"{name}\n{own.picture(region, before=other)}" for name, own, other in pairs)
+        if region not in self.reliability:
+            raise InputError(f"region {region!r}", expected=f"one of {', '.join(self.reliability)}")
+        name = self.about.get("calibrator")
+        if before is None:
+            return reliability_picture({name or "uncalibrated": self.reliability[region]["top"]})
+        both = {"before": before, f"after {name}" if name else "after": self}
+        return reliability_picture({title: own.reliability[region]["top"] for title, own in both.items()})
 
     @property
     def groups(self) -> Mapping[str, str] | None:
@@ -191,6 +228,7 @@ class Results:
             "rows": plain(self.rows),
             "reliability": plain(self.reliability),
             "diagnosis": plain(self.diagnosis),
+            "classes": plain([row._asdict() for row in self.classes]),
             "pooled_intervals": plain([[*key, *ends] for key, ends in self.pooled_intervals.items()]),
         }
 
@@ -202,8 +240,12 @@ class Results:
         rows = tuple(Row(c, r, m, number(v), *rest) for c, r, m, v, *rest in content["rows"])
         if content["version"] == 1:
             rows = tuple(row._replace(case=POOLED) if row.case == _ONCE_POOLED else row for row in rows)
+        classes = tuple(
+            ClassRow(**{**row, **{name: number(row[name]) for name in ("ece", "dice", "balance")}})
+            for row in content.get("classes", ())
+        )
         intervals = {(c, r, m): (number(a), number(b)) for c, r, m, a, b in content.get("pooled_intervals", ())}
-        return cls(rows, content["about"], content["reliability"], content["diagnosis"], intervals)
+        return cls(rows, content["about"], content["reliability"], content["diagnosis"], classes, intervals)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:

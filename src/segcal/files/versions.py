@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import segcal
 
 #: Part of every key of a cache: another version finds nothing of an older one.
-SEGCAL = version("segcal")
+SEGCAL = segcal.__version__
 #: ``results.json`` of ``segcal compare``.
 STUDY = ("segcal.Study", 1)
 #: ``results.json`` of ``segcal evaluate``. Since version 2, pooled rows have no case and rows count missed classes;
-#: since 3, rows have a channel; since 4, pooled values have intervals.
-RESULTS = ("segcal.Results", 4)
+#: since 3, rows have a channel; since 4, pooled values have intervals; since 5, there is a table of classes.
+RESULTS = ("segcal.Results", 5)

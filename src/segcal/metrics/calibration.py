@@ -28,6 +28,7 @@ __all__ = [
     "ba_ece",
     "brier",
     "cece",
+    "cece_per_class",
     "confidence_balance",
     "ece",
     "ece_right",
@@ -204,6 +205,21 @@ def cece_gaps(
     total = stats.total(region)
     gaps = class_bins(stats, total.class_confidence - total.class_positive, num_bins)
     return gaps.reshape(-1) / (stats.num_classes if reduction == "mean" else 1)
+
+
+def cece_per_class(stats: VoxelStatistics, *, num_bins: int = 15, region: Region = EVERYTHING) -> NDArray[np.float64]:
+    """The ECE of each class against the rest ``(C,)``, whose mean is ``cece``; NaN without voxels.
+
+    Each is a share of all voxels, not of those of its class: that of a rare class is small.
+
+    Examples:
+        >>> import torch
+        >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+        >>> cece_per_class(stats).round(4)
+        array([0.5, 0.5])
+    """
+    gaps = cece_gaps(stats, num_bins=num_bins, region=region, reduction="sum").reshape(stats.num_classes, num_bins)
+    return divided(np.abs(gaps).sum(1), np.full(stats.num_classes, stats.count(region)))
 
 
 def ece_wrong(stats: VoxelStatistics, *, region: Region = EVERYTHING) -> Measure:

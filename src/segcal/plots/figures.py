@@ -30,7 +30,7 @@ def reliability_figures(results: Results) -> Iterator[tuple[str, style.Figure]]:
         >>> import segcal
         >>> results = segcal.evaluate(segcal.synthetic.scenes(2, size=(32, 40)), metrics=("ece",))
         >>> [name for name, figure in reliability_figures(results)]
-        ['reliability-everything', 'classes-everything']
+        ['reliability-everything', 'classes-everything', 'reliability-boundary', 'classes-boundary']
     """
     for _, own, prefix, channel in _channels(results):
         for region, found in own.reliability.items():

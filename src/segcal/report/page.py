@@ -20,7 +20,7 @@ from segcal.inference import mean_over_repeats
 # The order matters: later scripts use what earlier ones define.
 _SCRIPTS = (
     "dom", "format", "model", "charts", "lines", "headline", "methods", "matrix", "channels", "pooled", "reliability",
-    "bands", "tradeoff", "paired", "browser", "diagnosis", "statistics", "robustness", "definitions", "main",
+    "classes", "bands", "tradeoff", "paired", "browser", "diagnosis", "statistics", "robustness", "definitions", "main",
 )  # fmt: skip
 
 # Characters that could end the script element or start a comment in it. json itself escapes all that is not ASCII.
@@ -35,7 +35,7 @@ _UNDEFINED, _INFINITE, _LARGEST = 65535, 65534, 65533
 _AS_THEY_ARE = (
     "about", "metrics", "methods", "splits", "fits", "summary", "differences", "ranks", "sum_rank", "mean_case_rank",
     "flips", "bands", "diagnosis", "recommendation", "warnings", "sensitivity", "timings",
-    "channels", "scores",
+    "channels", "scores", "classes",
 )  # fmt: skip
 _FILES = (
     ("results.json", "every number of this page"),
@@ -45,7 +45,7 @@ _FILES = (
 )
 # Parts that a study may lack, and what the page takes instead.
 _DEFAULTS: dict[str, Any] = {
-    **{name: [] for name in ("fits", "warnings", "channels", "scores")},
+    **{name: [] for name in ("fits", "warnings", "channels", "scores", "classes")},
     **{name: {} for name in ("sum_rank", "sensitivity", "timings")},
 }
 

@@ -171,6 +171,7 @@ def results_document(run: Run, warnings: Sequence[str], data: Mapping[str, Any],
         "flips": voxels.flips(test),
         "reliability": voxels.reliability(test, (EVERYTHING, *settings.regions)),
         "bands": voxels.bands(test, "voxel" if run.cases[0].spacing is None else "mm") if settings.bands else [],
+        "classes": voxels.classes(test),
         "diagnosis": {key: evaluation.diagnosis for key, evaluation in test[0].items()},
         "channels": [
             {"name": name, "summary": summary(_table(run.cases, own, columns, same), own, settings.seed)}

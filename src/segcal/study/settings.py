@@ -10,7 +10,7 @@ from segcal.calibrators import CALIBRATORS
 from segcal.cases import CaseSet
 from segcal.errors import InputError, check_name, check_seed, check_whole
 from segcal.evaluation.evaluate import DEFAULT_METRICS
-from segcal.evaluation.plan import LOCAL, columns_in, metric_spec
+from segcal.evaluation.plan import DEFAULT_REGIONS, LOCAL, columns_in, metric_spec
 from segcal.metrics import Column
 from segcal.regions import BANDS, REGIONS
 from segcal.statistics import EVERYTHING
@@ -66,7 +66,7 @@ class Settings:
     tune: Tune = "path"
     select: Select = "nll"
     metrics: Sequence[str] = STUDY_METRICS
-    regions: Sequence[str] = (EVERYTHING, "boundary")
+    regions: Sequence[str] = DEFAULT_REGIONS
     preserve: Preserve = "argmax"
     translation_invariant: bool = False
     robust: bool = False

@@ -29,7 +29,7 @@ from segcal.fitting.expert_exact import SAMPLE_VOXELS
 from segcal.fitting.first_pass import FirstPass
 from segcal.metrics import Measure, brier, ece, nll
 from segcal.parallel.threads import blas_threads
-from segcal.statistics import VoxelStatistics
+from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.study.settings import Select
 
 #: The metrics of one image.
@@ -273,7 +273,7 @@ def _measure(calibrators: Sequence[Calibrator], cases: CaseSet) -> list[list[Val
 
 def _case_values(cases: CaseSet, calibrators: Sequence[Calibrator]) -> dict[str, list[Values]]:
     """By case, the metrics of each calibrator."""
-    plan, threads = Plan.make(tuple(_METRICS)), torch.get_num_threads()
+    plan, threads = Plan.make(tuple(_METRICS), (EVERYTHING,)), torch.get_num_threads()
     found = {}
     for case in cases:
         with naming(case=case.id):

@@ -5,6 +5,7 @@ const SECTIONS = [
   [channelsSection, "Channels"],
   [pooledSection, "Pooled"],
   [reliabilitySection, "Reliability"],
+  [classesSection, channels.length ? "Inside" : "Classes"],
   [bandsSection, "Boundary"],
   [tradeoffSection, "Trade-off"],
   [pairedSection, "Cases"],

@@ -145,6 +145,18 @@ def reliability(
     return rows
 
 
+def classes(repeats: Repeats) -> list[dict[str, Any]]:
+    """The table of classes, or of channels, of every method: means over repeats, each pooled over its test cases."""
+    rows = []
+    for method, first in repeats[0].items():
+        for k, row in enumerate(first.classes):
+            own = [found[method].classes[k] for found in repeats]
+            means = {name: mean(getattr(one, name) for one in own) for name in ("ece", "dice", "balance")}
+            counts = {name: round(mean(getattr(one, name) for one in own)) for name in ("voxels", "predicted")}
+            rows.append({"method": method, "class": row.name, **counts, **means})
+    return rows
+
+
 def bands(repeats: Repeats, unit: str) -> list[dict[str, Any]]:
     """Calibration by distance to the nearest label boundary, all test cases together.
 

@@ -103,7 +103,7 @@ def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
         return {"status": "failed", "reason": str(error) if isinstance(error, SegcalError) else repr(error)}
     report = calibrator.fit_report
     assert report is not None
-    fit = {name: value for name, value in asdict(report).items() if name != "seconds"}
+    fit = {name: value for name, value in asdict(report).items() if name not in ("seconds", "fitted")}
     document = {
         "status": "ok",
         "reason": None,
