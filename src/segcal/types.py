@@ -78,7 +78,14 @@ class ChannelledSource(CaseSource, Protocol):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``."""
+    """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``.
+
+    Examples:
+        >>> from segcal.synthetic import scenes
+        >>> chunk = next(iter(scenes(1, size=(16, 20))[0].chunks()))
+        >>> chunk.rows, chunk.logits.shape, chunk.valid.shape
+        (slice(0, 16, None), torch.Size([1, 6, 16, 20]), torch.Size([1, 16, 20]))
+    """
 
     rows: slice
     logits: Tensor
@@ -112,6 +119,13 @@ class FitReport:
         seconds: Wall-clock time.
         voxels_used: Voxels the solution rests on.
         notes: What the user should know: active bounds, fallbacks, classes with too few voxels.
+
+    Examples:
+        >>> from segcal.calibrators import TemperatureScaling
+        >>> from segcal.synthetic import Temperature, scenes
+        >>> report = TemperatureScaling().fit(scenes(2, size=(16, 20), plant=[Temperature(2.0)])).fit_report
+        >>> report.nll_after < report.nll_before, report.converged, report.voxels_used
+        (True, True, 640)
     """
 
     nll_before: float
