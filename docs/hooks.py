@@ -1,4 +1,4 @@
-"""What mkdocs does besides its plugins: formulas become MathML, and a page that loads anything from elsewhere is refused."""
+"""What mkdocs does besides its plugins: formulas become MathML; a page that loads anything from elsewhere is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ log = logging.getLogger("mkdocs.hooks.segcal")
 
 # What the markdown extension arithmatex leaves of $...$ and $$...$$.
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
-_ELSEWHERE = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="https?:|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="https?:')
+_ELSEWHERE = re.compile(
+    r'<(?:script|img|iframe)[^>]*\ssrc="https?:|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="https?:'
+)
 
 
 def on_page_content(content: str, **_: Any) -> str:

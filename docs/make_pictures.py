@@ -72,7 +72,13 @@ def calibrator(name: str) -> Figure:
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.hexbin(
-        torch.cat(before), torch.cat(after), gridsize=40, bins="log", cmap="Purples", extent=(0.2, 1, 0, 1), linewidths=0.1
+        torch.cat(before),
+        torch.cat(after),
+        gridsize=40,
+        bins="log",
+        cmap="Purples",
+        extent=(0.2, 1, 0, 1),
+        linewidths=0.1,
     )
     left.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8)
     left.set(xlabel="confidence before", ylabel="after, of the same class", xlim=(0.2, 1), ylim=(0, 1))
@@ -101,14 +107,20 @@ def draw_reliability(axes: Axes, cases: CaseSet, used: object, label: str, color
     count, confidence, correct = (np.array(bins[key], float) for key in ("count", "confidence", "correct"))
     seen = count >= 200
     axes.plot(
-        confidence[seen] / count[seen], correct[seen] / count[seen], "o-", markersize=3, linewidth=1, color=color, label=label
+        confidence[seen] / count[seen],
+        correct[seen] / count[seen],
+        "o-",
+        markersize=3,
+        linewidth=1,
+        color=color,
+        label=label,
     )
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
-# A loss is minimised over images in which column x has class 1 with probability x: one logit pair for every column, as a
-# network would give that sees the column and not the label.
+# A loss is minimised over images in which column x has class 1 with probability x: one pair of logits for every column,
+# as of a network that sees the column and not the label.
 COLUMNS, ROWS = 41, 400
 
 
@@ -193,7 +205,13 @@ def regions() -> Figure:
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     for axes, (title, values) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         several = title.startswith(("labels", "bands"))
-        axes.imshow(values, cmap="viridis" if several else "Purples", vmin=0, vmax=None if several else 1.3, interpolation="nearest")
+        axes.imshow(
+            values,
+            cmap="viridis" if several else "Purples",
+            vmin=0,
+            vmax=None if several else 1.3,
+            interpolation="nearest",
+        )
         axes.set_title(title, fontsize=9)
         axes.set_xticks([])
         axes.set_yticks([])
@@ -201,7 +219,7 @@ def regions() -> Figure:
 
 
 def pooled() -> Figure:
-    """A vague and a sharp network, both calibrated over all images: within an image, the sharp one has the larger ECE."""
+    """A vague and a sharp network, both calibrated over all images: within an image, the sharp one has more ECE."""
     rng = np.random.default_rng(0)
     levels = np.repeat([0.55, 0.65, 0.75, 0.85, 0.95], 2)  # ten objects an image, with these chances to be right
     right = rng.random((4000, 10)) < levels
@@ -215,7 +233,11 @@ def pooled() -> Figure:
         share = np.array([(p == level).mean() for level in said])
         jitter = rng.normal(0, (0.006, 0.012), (150 * len(said), 2))
         axes.plot(
-            np.tile(said, 150) + jitter[:, 0], accuracy[:150].ravel() + jitter[:, 1], ".", color=FAINT, label="one image"
+            np.tile(said, 150) + jitter[:, 0],
+            accuracy[:150].ravel() + jitter[:, 1],
+            ".",
+            color=FAINT,
+            label="one image",
         )
         axes.plot(said, accuracy.mean(0), "o", color=PLAIN, label="all images, pooled")
         nll = -np.log(np.where(right, p, 1 - p)).mean()
