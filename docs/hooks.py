@@ -1,4 +1,4 @@
-"""What mkdocs does besides its plugins: formulas become MathML; a page that loads anything from elsewhere is refused."""
+"""What mkdocs does besides plugins: formulas become MathML; pages that load anything from elsewhere are refused."""
 
 from __future__ import annotations
 
