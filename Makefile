@@ -40,7 +40,7 @@ check-dist: dist
 
 docs: $(SETUP)
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis site segcal-demo

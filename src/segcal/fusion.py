@@ -5,6 +5,13 @@ probability that each label is right. Voxels are fused in chunks, so memory beyo
 grow with the image.
 
 Votes are weighted by probabilities, so calibration matters: an overconfident candidate outvotes calibrated ones.
+
+Examples:
+    >>> candidates = torch.tensor([[0, 1], [0, 2], [1, 2]])  # three candidates, two voxels
+    >>> plurality(candidates, num_classes=3)
+    tensor([0, 2])
+    >>> weighted(candidates, torch.tensor([[0.6, 0.9], [0.6, 0.3], [0.9, 0.4]]), num_classes=3)
+    tensor([0, 1])
 """
 
 from __future__ import annotations

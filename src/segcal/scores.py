@@ -2,6 +2,10 @@
 
 Shapes are ``(N, C, *spatial)`` throughout. Probabilities become ``log(clamp(p, tiny))``, which are logits up to a
 constant per voxel. Logits keep their offset, because some calibrators depend on it and the user should know.
+
+Examples:
+    >>> canonical_logits(torch.tensor([[0.25, 0.75]]), "probs").exp()
+    tensor([[0.2500, 0.7500]])
 """
 
 from __future__ import annotations

@@ -78,7 +78,14 @@ class ChannelledSource(CaseSource, Protocol):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``."""
+    """Some rows of a case: ``logits (N, C, rows, ...)``, ``labels`` and ``mask (N, rows, ...)``.
+
+    Examples:
+        >>> from segcal.synthetic import scenes
+        >>> chunk = next(iter(scenes(1, size=(16, 20))[0].chunks()))
+        >>> chunk.rows, chunk.logits.shape, chunk.valid.shape
+        (slice(0, 16, None), torch.Size([1, 6, 16, 20]), torch.Size([1, 16, 20]))
+    """
 
     rows: slice
     logits: Tensor
@@ -114,6 +121,13 @@ class FitReport:
         notes: What the user should know: active bounds, fallbacks, classes with too few voxels.
         cases: Cases that were fitted to; None in files of earlier versions.
         fitted: When, in UTC, as ISO 8601 has it; None in files of earlier versions.
+
+    Examples:
+        >>> from segcal.calibrators import TemperatureScaling
+        >>> from segcal.synthetic import Temperature, scenes
+        >>> report = TemperatureScaling().fit(scenes(2, size=(16, 20), plant=[Temperature(2.0)])).fit_report
+        >>> report.nll_after < report.nll_before, report.converged, report.voxels_used
+        (True, True, 640)
     """
 
     nll_before: float

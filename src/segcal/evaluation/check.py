@@ -43,6 +43,12 @@ class CheckReport:
 
     In multi-label data every voxel counts once in each channel, and ``statistics`` has an entry for each channel.
     ``blank`` counts the valid voxels where every logit is exactly 0.
+
+    Examples:
+        >>> from segcal.synthetic import scenes
+        >>> report = check(scenes(2, size=(16, 20)))
+        >>> report.cases, report.voxels, report.kind, report.problems
+        (2, 640, 'logits', [])
     """
 
     root: str
@@ -157,6 +163,12 @@ def check(
     Problems of single cases are collected in ``problems``; only a folder that is no dataset at all raises an error.
     Takes the keywords of ``segcal.open_cases`` or, for batches, of ``segcal.cases_from``.
     ``progress`` is called with the name of each case before it is read.
+
+    Examples:
+        >>> logits, labels = torch.zeros(1, 2, 4, 4), torch.ones(1, 4, 4, dtype=torch.int64)
+        >>> report = check((logits, labels))
+        >>> report.label_counts, report.blank
+        ([0, 16], 16)
     """
     if not isinstance(path, str | os.PathLike):
         return _check_cases(cases_from(path, **declared), progress)

@@ -4,6 +4,12 @@ Every loss is a function of logits ``(B, C, *S)`` and integer labels ``(B, *S)``
 compute in float32 or float64, whatever the input's type, and leave ignored voxels out of value and gradient.
 
 A new loss is one more line here: the star imports what its file lists in ``__all__``, and the registry finds its class.
+
+Examples:
+    >>> import torch
+    >>> logits, labels = torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.int64)
+    >>> LOSSES["nacl"](weight=0.1)(logits, labels) == nacl(logits, labels, weight=0.1)
+    tensor(True)
 """
 
 from __future__ import annotations

@@ -2,6 +2,13 @@
 
 A new metric is a function in one of the modules here, which lists it in ``__all__``, and one line in ``METRICS``;
 CONTRIBUTING.md shows one.
+
+Examples:
+    >>> import torch
+    >>> from segcal.statistics import VoxelStatistics
+    >>> stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+    >>> round(ece(stats), 4), METRICS["ece"].title
+    (0.3808, 'ECE')
 """
 
 from __future__ import annotations

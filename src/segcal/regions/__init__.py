@@ -2,6 +2,10 @@
 
 ``segcal.regions.boundary`` defines valid voxels, boundaries and distances. The distance map is the expensive part:
 ``CaseRegions`` computes it once per case, when a band is first needed.
+
+Examples:
+    >>> CaseRegions(torch.tensor([[0, 0, 0, 0, 1, 1]])).mask("interior")
+    tensor([[ True,  True, False, False, False, False]])
 """
 
 from __future__ import annotations

@@ -125,7 +125,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``plan`` returns: the data, the machine, a row for every command, and notes."""
+    """What ``plan`` returns: the data, the machine, a row for every command, and notes.
+
+    Examples:
+        >>> from segcal.synthetic import scenes
+        >>> forecast = plan(scenes(6, size=(16, 20)), methods=("ts",))
+        >>> [row.command for row in forecast.rows]
+        ['evaluate', 'fit ts', 'apply ts', 'compare ts']
+    """
 
     data: DataSize
     machine: Machine
