@@ -9,7 +9,7 @@ import segcal
 from datasets import labels, logits, nnunet, softmax
 from segcal.cases import OutputFolder
 from segcal.cases.nnunet import connected_to_border
-from segcal.cases.output import write_scores
+from segcal.cases.written import write_scores
 from segcal.errors import DataError
 
 
