@@ -96,7 +96,7 @@ def build(folder):
     torch.set_num_threads(1)
     for number, (name, configurations) in enumerate(TRAINED.items(), start=1):
         write_raw(folder / "raw", name, ORGANS if number == 1 else REGIONS)
-        os.environ["nnUNet_n_proc_DA"] = "1"  # the planner needs one
+        os.environ.update(nnUNet_n_proc_DA="1")  # the planner needs one
         extract_fingerprints([number], num_processes=1, check_dataset_integrity=True)
         plan_experiments([number])
         preprocessed = folder / "preprocessed" / name
@@ -104,7 +104,7 @@ def build(folder):
         shrink(plans)
         (preprocessed / "nnUNetPlans.json").write_text(json.dumps(plans))
         preprocess([number], configurations=configurations, num_processes=[1] * len(configurations))
-        os.environ["nnUNet_n_proc_DA"] = "0"
+        os.environ.update(nnUNet_n_proc_DA="0")
         every = sum(FOLDS, ())
         splits = [{"train": [case for case in every if case not in own], "val": list(own)} for own in FOLDS]
         (preprocessed / "splits_final.json").write_text(json.dumps(splits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def connected_to_border(background: Array) -> Array:
     return np.isin(pieces, touching[touching > 0])
 
 
-# -- which files --------------------------------------------------------------------------------------------------------
+# -- which files ------------------------------------------------------------------------------------------------------
 
 
 def _members(base: Path, problems: Problems, notes: list[str]) -> list[_Member]:
@@ -107,7 +107,7 @@ def _members(base: Path, problems: Problems, notes: list[str]) -> list[_Member]:
             "no <case>.npz files",
             where=str(base),
             expected="an nnU-Net folder with probabilities",
-            fix="predict with nnUNetv2_predict ... --save_probabilities, or validate with nnUNetv2_train ... --val --npz",
+            fix="predict with nnUNetv2_predict ... --save_probabilities, or validate: nnUNetv2_train ... --val --npz",
         )
     return []
 
@@ -199,7 +199,7 @@ def _labels_of_training(members: list[_Member]) -> str | None:
     return next((str(place.absolute()) for place in places if place.is_dir()), None)
 
 
-# -- what nnU-Net says of them ------------------------------------------------------------------------------------------
+# -- what nnU-Net says of them ----------------------------------------------------------------------------------------
 
 
 def _plans(member: _Member) -> dict[str, Any]:
@@ -219,29 +219,37 @@ def _with_description(members: list[_Member], config: DatasetConfig) -> DatasetC
     if path is None:
         return config
     try:
-        described = json.loads(path.read_text("utf-8"))
-        labels = {name: _as_tuple(value) for name, value in described["labels"].items()}
-        order = described.get("regions_class_order")
-        (ignore,) = labels.pop("ignore", (None,))
-        regions = {name: value for name, value in labels.items() if value != (0,)}
-        overlapping = any(len(value) > 1 for value in regions.values())
-        names = sorted(labels, key=lambda name: (labels[name], name))
-        own = {"regions": regions} if overlapping else {"class_names": names}
-        parsed = parse_config({"ignore_index": ignore, **own})
+        about = json.loads(path.read_text("utf-8"))
+        found, order = described(about), about.get("regions_class_order")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot be read ({error})", where=str(path), expected="nnU-Net's dataset.json") from None
     if config.ignore_index is None:
-        config = replace(config, ignore_index=parsed.ignore_index)
-    if not parsed.regions:
-        return replace(config, class_names=config.class_names or parsed.class_names)
-    if not isinstance(order, list) or len(order) != len(parsed.regions):
+        config = replace(config, ignore_index=found.ignore_index)
+    if not found.regions:
+        return replace(config, class_names=config.class_names or found.class_names)
+    if not isinstance(order, list) or len(order) != len(found.regions):
         raise DataError(
             f"regions_class_order is {json.dumps(order)}" if order else "regions without regions_class_order",
             where=str(path),
-            expected=f"a list of {len(parsed.regions)} labels, one for each region: {', '.join(parsed.regions)}",
+            expected=f"a list of {len(found.regions)} labels, one for each region: {', '.join(found.regions)}",
             fix="copy it from the dataset.json with which the model was trained; nnU-Net needs it, too",
         )
-    return replace(config, multilabel=True, regions=config.regions or parsed.regions)
+    return replace(config, multilabel=True, regions=config.regions or found.regions)
+
+
+def described(about: Mapping[str, Any]) -> DatasetConfig:
+    """Class names or regions, and the ignore label, as the content of ``dataset.json`` has them.
+
+    Examples:
+        >>> described({"labels": {"background": 0, "whole": [1, 2], "core": [2], "ignore": 3}}).regions
+        {'whole': (1, 2), 'core': (2,)}
+    """
+    labels = {name: _as_tuple(value) for name, value in about["labels"].items()}
+    (ignore,) = labels.pop("ignore", (None,))
+    regions = {name: value for name, value in labels.items() if value != (0,)}
+    overlapping = any(len(value) > 1 for value in regions.values())
+    names = sorted(labels, key=lambda name: (labels[name], name))
+    return parse_config({"ignore_index": ignore, **({"regions": regions} if overlapping else {"class_names": names})})
 
 
 def _as_tuple(value: Any) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet, numbered_channels
@@ -21,7 +20,6 @@ from segcal.cases.splits import by_group, check_splits
 from segcal.errors import ConfigError, DataError, InputError, SegcalError
 from segcal.files.remote import RemotePath, as_path
 from segcal.types import Case
-
 
 #: A folder or, in nnU-Net's layout, several, which are an ensemble.
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

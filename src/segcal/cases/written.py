@@ -101,10 +101,12 @@ def as_probabilities(log_probs: Tensor, dtype: torch.dtype, *, multilabel: bool)
     return torch.where(winner == 1, torch.maximum(inside, above), torch.minimum(inside, half))
 
 
-# -- beside nnU-Net's probabilities -------------------------------------------------------------------------------------
+# -- beside nnU-Net's probabilities -----------------------------------------------------------------------------------
 
 
-def _beside(output: OutputFolder, case: Case, disk: DiskCase, same_labels: bool, nifti: bool) -> Iterator[AbstractContextManager[Write]]:
+def _beside(
+    output: OutputFolder, case: Case, disk: DiskCase, same_labels: bool, nifti: bool
+) -> Iterator[AbstractContextManager[Write]]:
     """Copy what nnU-Net's tools need beside the probabilities, and give the files that are still to be written."""
     _copy_sidecars(output, disk)
     prediction = disk.files.prediction

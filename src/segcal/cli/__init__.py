@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 
-from segcal.cli.overview import SUMMARIES, new_app
+from segcal.cli.overview import GROUPS, SUMMARIES, new_app
 
 
 def main() -> None:
     """Run the command line."""
-    if any(argument in SUMMARIES for argument in sys.argv[1:]):
+    if any(argument in SUMMARIES or argument in GROUPS for argument in sys.argv[1:]):
         from segcal.cli.commands import run
 
         run()
         return
     overview = new_app()
-    for name, summary in SUMMARIES.items():
+    for name, summary in (SUMMARIES | GROUPS).items():
         overview.command(name, help=summary)(lambda: None)
     overview()

@@ -81,8 +81,8 @@ def apply(
         for case in cases.on(device):
             progress(case.id)
             map_path = f"confidence/{file_name(case.id)}{output.suffix}"
-            asked = [score_path(output, case), *([map_path] if confidence else []), *([nifti_path(case)] if nifti else [])]
-            if all(output.finished(path, case) for path in asked):
+            asked = {score_path(output, case): True, map_path: confidence, nifti_path(case): nifti}
+            if all(output.finished(path, case) for path, wanted in asked.items() if wanted):
                 report.skipped += 1
                 continue
             batch, _, *spatial = case.shape
