@@ -21,6 +21,8 @@ ORGANS = {"background": 0, "organ": 1, "lesion": 2}
 # The order of the channels, which is not that of the label values, and a label that is ignored.
 REGIONS = {"background": 0, "lesion": [2], "whole": [1, 2], "ignore": 3}
 FOLDS = (("case_0", "case_1"), ("case_2", "case_3"))
+# In place of a context of processes.
+THREADS = SimpleNamespace(Pool=ThreadPool)
 TRAINED = {"Dataset001_Organs": ("2d", "3d_fullres"), "Dataset002_Regions": ("2d",)}
 
 
@@ -53,11 +55,10 @@ def write_raw(root, name, labels):
     (root / name / "dataset.json").write_text(json.dumps(described))
 
 
-def use(folder):
-    """Set nnU-Net's folders."""
-    for kind in ("raw", "preprocessed", "results"):
-        os.environ[f"nnUNet_{kind}"] = str(folder / kind)
-    os.environ.update(nnUNet_n_proc_DA="0", nnUNet_def_n_proc="1", nnUNet_compile="f")
+def environment(folder):
+    """nnU-Net's variables: its folders, and no processes beside this one."""
+    folders = {f"nnUNet_{kind}": str(folder / kind) for kind in ("raw", "preprocessed", "results")}
+    return {**folders, "nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1", "nnUNet_compile": "f"}
 
 
 def trainer(folder, name, configuration, fold, cls=None):
@@ -87,8 +88,8 @@ def shrink(plans):
 
 def build(folder):
     """Write ``raw/``, ``preprocessed/``, ``results/``, and predictions of new cases in ``predicted-2d/``, ..."""
-    use(folder)
-    multiprocessing.get_context = lambda *_: SimpleNamespace(Pool=ThreadPool)
+    os.environ.update(environment(folder))
+    multiprocessing.get_context = lambda *_: THREADS
     import torch
     from nnunetv2.experiment_planning.plan_and_preprocess_api import extract_fingerprints, plan_experiments, preprocess
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
