@@ -95,7 +95,7 @@ def make(tmp_path, monkeypatch):
         named = {"background": 0, "one": 1, "two": 2, **(labels or {})}
         dataset = {"channel_names": {"0": "grey"}, "labels": named, "file_ending": ".png"}
         if any(isinstance(value, list) for value in named.values()):
-            dataset["regions_class_order"] = [1, 2]
+            dataset["regions_class_order"] = [1, 2, 3]
         bases = (LossMixin, FromMemory) if loss else (FromMemory,)
         kind = type("Trainer", bases, {"loss_id": loss, **attributes})
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ from segcal.calibrators import Calibrator, load
 from segcal.cases.nnunet import described
 from segcal.cases.written import as_probabilities
 from segcal.errors import InputError, check_name
-from segcal.losses import LOSSES, CRaC, Loss
+from segcal.losses import LOSSES, CRaC, CrossEntropyDice, Dice, Loss
 from segcal.losses.callbacks import full_resolution, hook_nnunet
 from segcal.scores import canonical_logits
 
@@ -124,7 +124,7 @@ def _replaced(own: nn.Module, loss: Loss) -> nn.Module:
     """nnU-Net's loss with another one in place of its cross-entropy, or of all of it, at every resolution."""
     ours = _WholeLabels(loss)
     deep = getattr(own, "weight_factors", None) is not None  # nnU-Net's wrapper for deep supervision
-    if "reduction" not in loss.defaults():
+    if isinstance(loss, Dice | CrossEntropyDice):  # Nothing is left of nnU-Net's.
         if not deep:
             return ours
         own.loss = ours
