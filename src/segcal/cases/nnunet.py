@@ -129,9 +129,9 @@ def _cross_validation(model: Path, folds: list[Path], problems: Problems, notes:
             continue
         validation = fold / "validation"
         own = _scores(validation, problems) if validation.is_dir() else {}
-        if not own and _segmentations(validation):
+        if lacking := sorted(_segmentations(validation).keys() - own.keys()):
             raise DataError(
-                "segmentations without probabilities (<case>.npz): validated without --npz",
+                f"{len(lacking)} segmentations without probabilities ({lacking[0]}.npz): validated without --npz",
                 where=str(validation),
                 fix=_validate(model, fold),
             )
