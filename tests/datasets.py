@@ -64,7 +64,10 @@ def nnunet(root: Path, count=2, classes=3, shape=(6, 8, 10), pad=2, names=None, 
         high = classes if regions is None else 1 + max(max(r) for r in regions.values())
         save_nifti(truth / f"{name}.nii.gz", labels(i, high, shape).T, (1.0, 2.0, 3.0))
     described = {"background": 0, **(regions or {f"organ{k}": k for k in range(1, classes)}), **(names or {})}
-    (predictions / "dataset.json").write_text(json.dumps({"labels": described, "file_ending": ".nii.gz"}))
+    about = {"labels": described, "file_ending": ".nii.gz"}
+    if regions is not None:
+        about["regions_class_order"] = [values[0] for values in regions.values()]
+    (predictions / "dataset.json").write_text(json.dumps(about))
     (predictions / "plans.json").write_text("{}")
     return predictions, truth
 

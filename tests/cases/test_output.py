@@ -12,8 +12,8 @@ from datasets import labels, logits, plain, save_nifti, snapshot
 from segcal.calibrators import TemperatureScaling
 from segcal.cases import CaseRef, OutputFolder, write_dataset
 from segcal.cases.formats import SCORE_FORMATS
-from segcal.cases.output import score_path, write_scores
 from segcal.cases.tensors import tensors_as_cases
+from segcal.cases.written import score_path, write_scores
 from segcal.errors import DataError, InputError, OutputError
 from segcal.evaluation.apply import apply, write_maps
 from segcal.files.folders import JOURNAL

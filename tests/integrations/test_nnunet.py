@@ -1,246 +1,207 @@
-"""nnU-Net is not needed: the parts of its trainer that the mixin touches are written here after its source.
+"""The real nnU-Net's folders: read, calibrated and read again by nnU-Net; calibration inside its prediction."""
 
-Where it is installed, its own trainer is run, too.
-"""
-
-import itertools
 import json
-from pathlib import Path
-from types import SimpleNamespace
+import multiprocessing
+import pickle
 
+import nibabel
+import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from segcal import losses
-from segcal.errors import SegcalError
-from segcal.integrations.nnunet import CRaCMixin
+import nnunet_study
+import segcal
+from segcal.errors import InputError
+from segcal.integrations.nnunet import calibrate_predictor
 
+pytest.importorskip("nnunetv2", reason="nnU-Net is not installed: pip install 'segcal[nnunet]'")
 
-class DeepSupervision(nn.Module):
-    def forward(self, outputs, targets):
-        return sum(losses.dice(z, y.long()) for z, y in zip(outputs, targets, strict=True))
-
-
-class Trainer:
-    has_regions, ignore_label = False, None
-
-    def __init__(self):
-        self.was_initialized, self.device, self.log = False, torch.device("cpu"), []
-        self.label_manager = SimpleNamespace(
-            has_regions=self.has_regions, ignore_label=self.ignore_label, num_segmentation_heads=3
-        )
-
-    def initialize(self):
-        assert not self.was_initialized
-        self.loss, self.was_initialized = DeepSupervision(), True
-
-    def epoch(self, outputs, targets):
-        value = self.loss(outputs, targets)
-        with torch.no_grad():
-            self.loss(outputs, targets)
-        self.on_validation_epoch_end([])
-        return value
-
-    def on_validation_epoch_end(self, outputs):
-        pass
-
-    def save_checkpoint(self, filename):
-        torch.save({"epoch": 1}, filename)
-
-    def load_checkpoint(self, filename):
-        if not self.was_initialized:
-            self.initialize()
-        assert torch.load(filename)["epoch"] == 1
-
-    def print_to_log_file(self, text):
-        self.log.append(text)
+pytest_plugins = ["nnunet_fixtures"]
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODEL = "results/Dataset001_Organs/nnUNetTrainer__nnUNetPlans__"
+REGIONS = "results/Dataset002_Regions/nnUNetTrainer__nnUNetPlans__2d"
+NEW = ("new_0", "new_1")
 
 
-class TrainerCRaC(CRaCMixin, Trainer):
-    pass
+def probabilities(folder, case):
+    return np.load(folder / f"{case}.npz")["probabilities"]
 
 
-def batch():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(2, 3, 12, 12), torch.randint(0, 3, (2, 1, 12, 12))
-    # nnU-Net's labels may be floats.
-    return [logits, logits[..., ::2, ::2]], [labels.float(), labels[..., ::2, ::2].float()]
+def segmentation(folder, case):
+    return np.asarray(nibabel.load(folder / f"{case}.nii.gz").dataobj).T
 
 
-def test_penalty_and_multipliers_are_of_the_full_resolution():
-    trainer = TrainerCRaC()
-    trainer.initialize()
-    outputs, targets = batch()
-    expected = losses.CRaC(3, base=None)
-    for _ in range(2):
-        own = DeepSupervision()(outputs, targets)
-        labels = targets[0].long()
-        torch.testing.assert_close(trainer.epoch(outputs, targets), own + expected(outputs[0], labels))
-        expected.observe(outputs[0], labels)
-        expected.update()
-        assert trainer.crac.multipliers.trace == expected.multipliers.trace
+def ensembled(folders, output, monkeypatch):
+    """nnU-Net's own ensembling, in threads."""
+    from nnunetv2.ensembling.ensemble import ensemble_folders
+
+    monkeypatch.setattr(multiprocessing, "get_context", lambda *_: nnunet_study.THREADS)
+    ensemble_folders(list(map(str, folders)), str(output), save_merged_probabilities=True, num_processes=1)
+    return output
 
 
-def test_multipliers_survive_a_checkpoint_loaded_before_initialisation(tmp_path):
-    trainer = TrainerCRaC()
-    trainer.initialize()
-    trainer.epoch(*batch())
-    trainer.save_checkpoint(str(tmp_path / "checkpoint_latest.pth"))
-    resumed = TrainerCRaC()
-    resumed.load_checkpoint(str(tmp_path / "checkpoint_latest.pth"))
-    assert resumed.crac.multipliers.trace == trainer.crac.multipliers.trace
-    again = TrainerCRaC()
-    again.initialize()
-    again.load_checkpoint(str(tmp_path / "checkpoint_latest.pth"))
-    assert again.crac.multipliers.trace == trainer.crac.multipliers.trace
-    assert not again.log
+def label_manager(folder):
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    plans = PlansManager(str(folder / "plans.json"))
+    return plans.get_label_manager(json.loads((folder / "dataset.json").read_text()))
 
 
-def test_multipliers_that_are_missing_are_reported(tmp_path):
-    trainer = TrainerCRaC()
-    Trainer.save_checkpoint(trainer, str(tmp_path / "checkpoint_best.pth"))
-    trainer.load_checkpoint(str(tmp_path / "checkpoint_best.pth"))
-    assert ["checkpoint_best.pth.crac is missing" in line for line in trainer.log] == [True]
+def test_three_commands_to_calibrated_nifti_probabilities(study, run, tmp_path, monkeypatch):
+    calibrator, out, predicted = tmp_path / "cal.safetensors", tmp_path / "out", study / "predicted-1-2d"
+    code, text, error = run("nnunet", "fit", study / f"{MODEL}2d", "-o", calibrator)
+    assert (code, error) == (0, "")
+    assert "1 held-out cases" in text
+    labels = study / "raw" / "Dataset001_Organs" / "labelsTs"
+    code, text, _ = run("nnunet", "evaluate", predicted, "--labels", labels, "--calibrator", calibrator)
+    assert code == 0
+    code, text, _ = run("nnunet", "apply", calibrator, predicted, "-o", out, "--nifti")
+    assert code == 0
+    assert "2 cases written" in text
+    for case in NEW:
+        image = nibabel.load(out / "nifti" / f"{case}.nii.gz")
+        own = np.asarray(image.dataobj)
+        assert own.shape == (*nnunet_study.SHAPE, 3)
+        assert own.dtype == np.float32
+        np.testing.assert_allclose(image.affine, nnunet_study.AFFINE, atol=1e-5)
+        np.testing.assert_allclose(own.sum(-1), 1, atol=1e-5)
+        np.testing.assert_array_equal(own.T, probabilities(out, case))
+        np.testing.assert_array_equal(own.argmax(-1).T, segmentation(predicted, case))
+        before, after = probabilities(predicted, case), probabilities(out, case)
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        for suffix in (".pkl", ".nii.gz"):
+            assert (out / f"{case}{suffix}").read_bytes() == (predicted / f"{case}{suffix}").read_bytes()
+        temperature = segcal.load(calibrator).temperature
+        inner = before[:, 5:10, 5:10, 5:10]
+        expected = (torch.from_numpy(inner).log() / temperature).softmax(0)
+        np.testing.assert_allclose(after[:, 5:10, 5:10, 5:10], expected, atol=1e-5)
+    # What nnU-Net makes of these files: the same segmentation, in the same place, and the same probabilities.
+    again = ensembled([out], tmp_path / "again", monkeypatch)
+    for case in NEW:
+        np.testing.assert_array_equal(segmentation(again, case), segmentation(predicted, case))
+        np.testing.assert_array_equal(probabilities(again, case), probabilities(out, case))
+        affines = (nibabel.load(folder / f"{case}.nii.gz").affine for folder in (again, predicted))
+        np.testing.assert_allclose(*affines)
 
 
-def test_without_checkpoints_nothing_is_written(tmp_path):
-    trainer = TrainerCRaC()
-    trainer.disable_checkpointing = True
-    trainer.initialize()
-    trainer.save_checkpoint(str(tmp_path / "checkpoint_latest.pth"))
-    assert not list(tmp_path.glob("*.crac"))
+def test_cross_validation_has_every_training_case_and_its_label(study):
+    cases = segcal.open_cases(study / f"{MODEL}2d", layout="nnunet")
+    assert cases.ids == ("case_0", "case_1", "case_2", "case_3")
+    assert cases.class_names == ("background", "organ", "lesion")
+    for case in cases:
+        truth = nibabel.load(study / "raw" / "Dataset001_Organs" / "labelsTr" / f"{case.id}.nii.gz")
+        np.testing.assert_array_equal(case.labels[0], np.asarray(truth.dataobj).T)
+        # Exactly what nnU-Net cropped away is left out.
+        inside = np.zeros(nnunet_study.SHAPE, bool)
+        inside[2:-2, 2:-3, 3:-2] = True
+        np.testing.assert_array_equal(case.mask[0], inside.T)
+        assert case.spacing == (1.5, 1.0, 1.0)
 
 
-def test_options_and_the_ignore_label():
-    class Other(TrainerCRaC):
-        crac_options = {"margin": 5.0}  # noqa: RUF012 - as a user would write it
-        ignore_label = 3
-
-    trainer = Other()
-    trainer.initialize()
-    assert "margin=5.0" in repr(trainer.crac)
-    assert "ignore_index=3" in repr(trainer.crac)
-
-
-def test_regions_are_refused():
-    class Regions(TrainerCRaC):
-        has_regions = True
-
-    with pytest.raises(SegcalError, match="overlapping regions"):
-        Regions().initialize()
+def test_preprocessed_labels_serve_where_the_raw_ones_are_gone(study, monkeypatch):
+    raw = segcal.open_cases(study / f"{MODEL}2d", layout="nnunet")
+    monkeypatch.delenv("nnUNet_raw")
+    kept = segcal.open_cases(study / f"{MODEL}2d", layout="nnunet")
+    assert torch.equal(kept[0].labels, raw[0].labels)
+    monkeypatch.delenv("nnUNet_preprocessed")
+    with pytest.raises(segcal.SegcalError, match="no label(.|\n)*--labels; those of training cases are found if"):
+        segcal.open_cases(study / f"{MODEL}2d", layout="nnunet")
 
 
-PLANS = {
-    "continue_training": False,
-    "dataset_name": "Dataset001_Squares",
-    "plans_name": "plans",
-    "label_manager": "LabelManager",
-    "configurations": {
-        "2d": {
-            "data_identifier": "data",
-            "batch_size": 2,
-            "patch_size": [32, 32],
-            "batch_dice": True,
-            "architecture": {
-                "network_class_name": "dynamic_network_architectures.architectures.unet.PlainConvUNet",
-                "arch_kwargs": {
-                    "n_stages": 3,
-                    "features_per_stage": [4, 8, 8],
-                    "conv_op": "torch.nn.Conv2d",
-                    "kernel_sizes": [[3, 3]] * 3,
-                    "strides": [[1, 1], [2, 2], [2, 2]],
-                    "n_conv_per_stage": [1, 1, 1],
-                    "n_conv_per_stage_decoder": [1, 1],
-                },
-                "_kw_requires_import": ["conv_op"],
-            },
-        }
-    },
-}
+def test_several_configurations_are_averaged_as_nnunet_does(study, run, tmp_path, monkeypatch):
+    models = [study / f"{MODEL}{name}" for name in ("2d", "3d_fullres")]
+    cases = segcal.open_cases(models, layout="nnunet")
+    assert cases.num_members == 2
+    files = [model / "fold_1" / "validation" / "case_2.npz" for model in models]
+    mean = sum(np.load(file)["probabilities"] for file in files) / 2
+    np.testing.assert_allclose(cases[2].logits.softmax(1)[0], mean, atol=1e-6)
+
+    calibrator, out = tmp_path / "cal.safetensors", tmp_path / "out"
+    assert run("nnunet", "fit", *models, "-o", calibrator, "--test", "0")[0] == 0
+    predicted = [study / f"predicted-1-{name}" for name in ("2d", "3d_fullres")]
+    assert run("nnunet", "apply", calibrator, *predicted, "-o", out)[0] == 0
+    own = ensembled(predicted, tmp_path / "own", monkeypatch)
+    for case in NEW:
+        # Temperature scaling keeps the labels of the ensemble, which are neither member's.
+        np.testing.assert_array_equal(segmentation(out, case), segmentation(own, case))
+        np.testing.assert_allclose(nibabel.load(out / f"{case}.nii.gz").affine, nnunet_study.AFFINE, atol=1e-5)
+    assert any((segmentation(out, case) != segmentation(predicted[0], case)).any() for case in NEW)
 
 
-@pytest.fixture
-def real(tmp_path, monkeypatch):
-    """Makes nnU-Net's own trainers, in a folder of results each; their data come from memory."""
-    pytest.importorskip("nnunetv2")
-    from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
+def test_regions_and_the_ignore_label(study, run, tmp_path, monkeypatch):
+    cases = segcal.open_cases(study / REGIONS, layout="nnunet")
+    assert cases.channel_names == ("lesion", "whole")
+    assert cases.ignore_index == 3
+    truth = np.asarray(nibabel.load(study / "raw" / "Dataset002_Regions" / "labelsTr" / "case_0.nii.gz").dataobj).T
+    for channel, values in zip(cases[0].labels.numpy(), ([2], [1, 2]), strict=True):
+        np.testing.assert_array_equal(channel, np.where(truth == 3, 3, np.isin(truth, values)))
 
-    folder = tmp_path / "preprocessed" / PLANS["dataset_name"]
-    (folder / "data").mkdir(parents=True)
-    (folder / "data" / "case.b2nd").touch()  # of which nnU-Net tells the format
-    (folder / "dataset_fingerprint.json").write_text("{}")
-
-    class RealCRaC(CRaCMixin, nnUNetTrainer):
-        available = None
-
-        def get_dataloaders(self):
-            return (self.batches(seed) for seed in (1, 2))
-
-        def batches(self, seed):
-            """Two an epoch, for training as for validation, from this epoch on."""
-            for step in itertools.count(2 * self.current_epoch):
-                if step == self.available:
-                    return
-                random = torch.Generator().manual_seed(1000 * seed + step)
-                labels = torch.zeros(2, 1, 32, 32, dtype=torch.int16)
-                labels[0, 0, 4:14, 8:30], labels[1, 0, 10:24, 2:20] = 1, 2
-                image = labels + 0.2 * torch.randn(labels.shape, generator=random)
-                if self.label_manager.has_ignore_label:
-                    labels[..., :6] = self.label_manager.ignore_label
-                yield {"data": image, "target": [labels, labels[..., ::2, ::2].clone()]}
-
-    def make(results, **labels):
-        monkeypatch.setenv("nnUNet_preprocessed", str(tmp_path / "preprocessed"))
-        monkeypatch.setenv("nnUNet_results", str(tmp_path / results))
-        labels = {"background": 0, "one": 1, "two": 2, **labels}
-        dataset = {"channel_names": {"0": "grey"}, "labels": labels, "file_ending": ".png"}
-        torch.manual_seed(0)
-        trainer = RealCRaC(json.loads(json.dumps(PLANS)), "2d", 0, dataset, device=torch.device("cpu"))
-        trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 3, 2, 2
-        trainer.save_every = 1
-        return trainer
-
-    return make
+    calibrator, out, predicted = tmp_path / "cal.safetensors", tmp_path / "out", study / "predicted-2-2d"
+    assert run("nnunet", "fit", study / REGIONS, "-o", calibrator, "--test", "0")[0] == 0
+    assert run("nnunet", "apply", calibrator, predicted, "-o", out)[0] == 0
+    again = ensembled([out], tmp_path / "again", monkeypatch)
+    for case in NEW:
+        np.testing.assert_array_equal(segmentation(out, case), segmentation(predicted, case))
+        np.testing.assert_array_equal(segmentation(again, case), segmentation(predicted, case))
+        assert (probabilities(out, case) != probabilities(predicted, case)).any()
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("labels", [{}, {"ignore": 3}])
-def test_the_real_trainer_resumed_ends_with_the_same_bits(real, labels):
-    whole = real("whole", **labels)
-    whole.run_training()
-    interrupted = real("parts", **labels)
-    interrupted.available = 4
-    with pytest.raises(StopIteration):
-        interrupted.run_training()
-    latest = f"{interrupted.output_folder}/checkpoint_latest.pth"
-    resumed = real("parts", **labels)
-    resumed.load_checkpoint(latest)
-    assert len(resumed.crac.multipliers.trace) == resumed.current_epoch == 2
-    resumed.run_training()
-    assert resumed.crac.multipliers.trace == whole.crac.multipliers.trace
-    assert len(whole.crac.multipliers.trace) == 3
-    for one, other in zip(resumed.network.parameters(), whole.network.parameters(), strict=True):
-        assert torch.equal(one, other)
-    written = sorted(path.name for path in Path(resumed.output_folder).glob("checkpoint_*"))
-    assert written == [f"checkpoint_{kind}.pth{end}" for kind in ("best", "final") for end in ("", ".crac")]
+@pytest.mark.parametrize(("model", "predicted"), [(f"{MODEL}2d", "predicted-1-2d"), (REGIONS, "predicted-2-2d")])
+def test_moved_labels_are_written_as_nnunet_derives_them(study, tmp_path, model, predicted):
+    cases = segcal.open_cases(study / model, layout="nnunet")
+    calibrator = segcal.calibrators.VectorScaling().fit(cases)
+    assert calibrator.preserves is None
+    new = segcal.open_cases(study / predicted, layout="nnunet", need_labels=False)
+    assert segcal.apply(calibrator, new, tmp_path / "out").flips > 0
+    manager = label_manager(tmp_path / "out")
+    for case in NEW:
+        expected = manager.convert_probabilities_to_segmentation(probabilities(tmp_path / "out", case))
+        np.testing.assert_array_equal(segmentation(tmp_path / "out", case), expected)
+        assert nibabel.load(tmp_path / "out" / f"{case}.nii.gz").get_data_dtype() == np.uint8
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_real_trainer_learns_the_multipliers_from_validation_batches(real):
-    trainer = real("results", ignore=3)
-    trainer.initialize()
-    expected = losses.CRaC(3, base=None, ignore_index=3)
+def predictor_of(model):
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
-    validation = list(itertools.islice(trainer.batches(2), 6))
+    predictor = nnUNetPredictor(device=torch.device("cpu"), use_mirroring=False, allow_tqdm=False)
+    predictor.initialize_from_trained_model_folder(str(model), (0, 1))
+    return predictor
 
-    def see(network, _, outputs):
-        if not network.training:
-            expected.observe(outputs[0], validation.pop(0)["target"][0])
-            if len(validation) % 2 == 0:
-                expected.update()
 
-    trainer.network.register_forward_hook(see)
-    trainer.run_training()
-    assert len(expected.multipliers.trace) == 3
-    assert trainer.crac.multipliers.trace == expected.multipliers.trace
+@pytest.mark.parametrize(
+    ("model", "number", "method"), [(f"{MODEL}2d", 1, "ts"), (f"{MODEL}2d", 1, "vs"), (REGIONS, 2, "vs")]
+)
+def test_prediction_with_calibration_equals_calibration_after_prediction(study, tmp_path, model, number, method):
+    calibrator = segcal.CALIBRATORS[method]().fit(segcal.open_cases(study / model, layout="nnunet"))
+    calibrator.save(tmp_path / "cal.safetensors")
+    predicted = study / f"predicted-{number}-2d"
+    segcal.apply(calibrator, segcal.open_cases(predicted, layout="nnunet", need_labels=False), tmp_path / "after")
+    predictor = calibrate_predictor(predictor_of(study / model), tmp_path / "cal.safetensors")
+    # As nnU-Net sends it to its worker processes.
+    predictor.plans_manager = pickle.loads(pickle.dumps(predictor.plans_manager))
+    predictor.label_manager = pickle.loads(pickle.dumps(predictor.label_manager))
+    images = next((study / "raw").glob(f"Dataset00{number}*")) / "imagesTs"
+    for name, keep in (("inside", True), ("labels", False)):
+        (tmp_path / name).mkdir()
+        predictor.predict_from_files_sequential(str(images), str(tmp_path / name), save_probabilities=keep)
+    for case in NEW:
+        inside, after = (probabilities(tmp_path / name, case) for name in ("inside", "after"))
+        np.testing.assert_allclose(inside, after, rtol=1e-6, atol=1e-7)  # Sigmoids of short rows differ by a bit.
+        for name in ("inside", "labels"):
+            np.testing.assert_array_equal(segmentation(tmp_path / name, case), segmentation(tmp_path / "after", case))
+
+
+def test_calibrators_of_other_models_are_refused(study):
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+    own = segcal.calibrators.TemperatureScaling().fit(segcal.open_cases(study / f"{MODEL}2d", layout="nnunet"))
+    with pytest.raises(InputError, match="the predictor has no model; expected .*initialize_from_trained_model_folder"):
+        calibrate_predictor(nnUNetPredictor(device=torch.device("cpu")), own)
+    predictor = predictor_of(study / REGIONS)
+    with pytest.raises(
+        InputError, match="for the classes background, organ, lesion; expected the regions of the model"
+    ):
+        calibrate_predictor(predictor, own)
+    own.class_names = ("background", "lesion", "organ")
+    with pytest.raises(InputError, match="expected the classes of the model, background, organ, lesion"):
+        calibrate_predictor(predictor_of(study / f"{MODEL}2d"), own)

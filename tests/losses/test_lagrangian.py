@@ -2,7 +2,6 @@
 
 import copy
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from reference import losses as reference
 from segcal import losses
 from segcal.errors import InputError
 from segcal.losses.adaptive import constraint, violation_sums
-from segcal.losses.callbacks import hook_nnunet, update_multipliers
+from segcal.losses.callbacks import update_multipliers
 from segcal.losses.checks import prepare
 
 
@@ -171,63 +170,3 @@ def test_without_validation_there_is_a_clear_error():
         loss.update()
     with pytest.raises(InputError, match="num_classes is 1"):
         losses.CRaC(1)
-
-
-class Trainer:
-    """The parts of nnU-Net's trainer that the hook touches."""
-
-    def __init__(self, loss):
-        self.loss, self.ended = loss, 0
-
-    def epoch(self, output, target):
-        self.loss(output, target)
-        with torch.no_grad():
-            self.loss(output, target)
-        self.on_validation_epoch_end([])
-
-    def on_validation_epoch_end(self, outputs):
-        self.ended += 1
-
-    def save_checkpoint(self, filename):
-        Path(filename).touch()
-
-    def load_checkpoint(self, filename):
-        assert Path(filename).exists()
-
-
-class DeepSupervision(nn.Module):
-    def __init__(self, loss):
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, outputs, targets):
-        return sum(self.loss(z, y) for z, y in zip(outputs, targets, strict=True))
-
-
-def test_nnunet_hook_sees_validation_at_full_resolution(tmp_path):
-    logits, labels = scene()
-    loss, direct = losses.CRaC(3), losses.CRaC(3)
-    trainer = Trainer(DeepSupervision(losses.CombinedLoss([(1.0, losses.Dice()), (1.0, loss)])))
-    hook_nnunet(trainer, loss)
-    trainer.epoch([logits, logits[..., ::2, ::2]], [labels[:, None], labels[:, None, ::2, ::2]])
-    direct.observe(logits, labels)
-    direct.update()
-    assert trainer.ended == 1
-    assert torch.equal(loss.multipliers.values, direct.multipliers.values)
-
-    trainer.save_checkpoint(tmp_path / "checkpoint_latest.pth")
-    fresh = losses.CRaC(3)
-    resumed = Trainer(fresh)
-    hook_nnunet(resumed, fresh)
-    resumed.load_checkpoint(tmp_path / "checkpoint_latest.pth")
-    assert fresh.multipliers.trace == loss.multipliers.trace
-    assert torch.equal(fresh.multipliers.values, loss.multipliers.values)
-
-
-def test_only_the_first_nnunet_process_writes(tmp_path):
-    loss = losses.CRaC(3)
-    trainer = Trainer(loss)
-    trainer.local_rank = 1
-    hook_nnunet(trainer, loss)
-    trainer.save_checkpoint(tmp_path / "checkpoint_latest.pth")
-    assert not (tmp_path / "checkpoint_latest.pth.crac").exists()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet, numbered_channels
@@ -18,12 +17,15 @@ from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, unreadabl
 from segcal.cases.nnunet import find_nnunet
 from segcal.cases.oriented import missing_notes
 from segcal.cases.splits import by_group, check_splits
-from segcal.errors import ConfigError, DataError, SegcalError
+from segcal.errors import ConfigError, DataError, InputError, SegcalError
 from segcal.files.remote import RemotePath, as_path
 from segcal.types import Case
 
+#: A folder or, in nnU-Net's layout, several, which are an ensemble.
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **declared: Any) -> CaseSet:
+
+def open_cases(path: Folders, *, need_labels: bool = True, **declared: Any) -> CaseSet:
     """Open a dataset folder (or a ``segcal.toml`` that describes one elsewhere), local or at a URL.
 
     Files are listed now and read when a case is used. Every key of ``segcal.toml`` can also be given as a keyword,
@@ -32,6 +34,7 @@ def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **decl
 
     Args:
         path: The folder, or the path of a ``segcal.toml``. At URLs (``s3://``, ``gs://``, ``https://``) it holds zarr.
+            With ``layout="nnunet"`` it may be a list of folders, which are an ensemble.
         need_labels: Raise now if a case has no label. Turn off to apply a calibrator to new data.
         **declared: Keys of ``segcal.cases.config.DatasetConfig``.
 
@@ -44,32 +47,38 @@ def open_cases(path: str | os.PathLike[str], *, need_labels: bool = True, **decl
         >>> len(cases), cases.num_classes, cases[0].logits.shape
         (3, 6, torch.Size([1, 6, 32, 40]))
     """
-    found = find_cases(as_path(path), **declared)
+    found = find_cases(path, **declared)
     problems = found.problems + (missing_labels(found) if need_labels else [])
     if len(problems) == 1:
         raise problems[0]
     if problems:
         shown = "\n".join(f"  - {problem}" for problem in problems[:10])
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise DataError(f"{len(problems)} problems\n{shown}{more}\n", where=str(path), fix="see 'segcal check'")
+        raise DataError(f"{len(problems)} problems\n{shown}{more}\n", where=_shown(path), fix="see 'segcal check'")
     return case_set(found)
 
 
-def find_cases(path: Path, **declared: Any) -> Found:
+def find_cases(path: Folders, **declared: Any) -> Found:
     """List the files of a dataset without opening them, collecting problems instead of raising them."""
-    if not is_text(str(path)):
-        raise unreadable_name(path)
-    if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".toml"):
-        problem = "is a file" if path.exists() else "does not exist"
-        raise DataError(problem, where=str(path), expected="a dataset folder or a segcal.toml")
-    file = path if path.is_file() else path / CONFIG_NAME
+    if not isinstance(path, str | os.PathLike) and not path:
+        raise InputError("no folders", where="path", expected="at least one")
+    first, *others = [as_path(path)] if isinstance(path, str | os.PathLike) else map(as_path, path)
+    for own in (first, *others):
+        if not is_text(str(own)):
+            raise unreadable_name(own)
+        if not own.is_dir() and not (own.is_file() and own.suffix.lower() == ".toml" and not others):
+            problem = "is a file" if own.exists() else "does not exist"
+            raise DataError(problem, where=str(own), expected="a dataset folder or a segcal.toml")
+    file = first if first.is_file() else first / CONFIG_NAME
     root = file.parent
     config = load_config(file) if file.is_file() else DatasetConfig()
     overrides = parse_config(declared)
     config = replace(config, **{name: getattr(overrides, name) for name in declared if declared[name] is not None})
     if config.layout == "nnunet" and isinstance(root, RemotePath):
         raise DataError("nnU-Net's layout at a URL", where=str(root), expected="a local folder", fix=LOCAL_FIRST)
-    found = find_nnunet(root, config) if config.layout == "nnunet" else find_plain(root, config)
+    if others and config.layout != "nnunet":
+        raise DataError("several folders", where=_shown(path), expected="one, unless layout = 'nnunet'")
+    found = find_nnunet([root, *others], config) if config.layout == "nnunet" else find_plain(root, config)
     found = replace(found, config=found.config.with_defaults())
     if found.config.exterior == "mask" and found.config.kind == "logits":
         raise ConfigError(
@@ -96,16 +105,18 @@ def find_cases(path: Path, **declared: Any) -> Found:
 def missing_labels(found: Found) -> list[SegcalError]:
     """One error for each case without a label."""
     folder = found.config.labels or "labels"
+    fix = "add it, remove the scores, or say where the labels are with --labels"
+    if found.config.layout == "nnunet" and found.config.labels is None:
+        fix = "say where the labels are with --labels; those of training cases are found if nnUNet_raw is set"
     return [
-        DataError(
-            "no label",
-            case=case.id,
-            expected=f"a file {folder}/{case.id}.*",
-            fix="add it, remove the scores, or say where the labels are with --labels",
-        )
+        DataError("no label", case=case.id, expected=f"a file {folder}/{case.id}.*", fix=fix)
         for case in found.cases
         if case.label is None
     ]
+
+
+def _shown(path: Folders) -> str:
+    return str(path) if isinstance(path, str | os.PathLike) else ", ".join(map(str, path))
 
 
 def case_set(found: Found) -> CaseSet:

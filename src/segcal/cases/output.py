@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import DTypeLike
-from torch import Tensor
 
 from segcal.cases.caseset import CaseSet
 from segcal.cases.disk import DiskCase
@@ -23,12 +20,8 @@ from segcal.files.atomic import atomic_path, file_name, file_state
 from segcal.files.folders import OwnFolder, same_place
 from segcal.files.remote import RemotePath
 from segcal.files.versions import SEGCAL
-from segcal.scores import keep_argmax
 from segcal.types import Case
 
-_NUMPY: dict[torch.dtype, DTypeLike] = {torch.float16: np.float16, torch.float32: np.float32}
-# Files that nnU-Net's own tools need beside the npz files; they are copied, never opened.
-_NNUNET_FILES = ("dataset.json", "plans.json", "dataset_fingerprint.json", "predict_from_raw_data_args.json")
 # Keys of the journal's record of a finished file.
 _FINISHED = {"file", "source", "parts", "digest"}
 
@@ -125,62 +118,6 @@ class OutputFolder(OwnFolder):
             for path in case.source.paths:
                 digest.update(json.dumps([str(path), file_state(path)]).encode())
         return digest.hexdigest()
-
-
-def score_path(output: OutputFolder, case: Case) -> str:
-    """Where the scores of a case go, relative to the output folder."""
-    if not isinstance(case.source, DiskCase):
-        return f"probs/{file_name(case.id)}{output.suffix}"
-    name = file_name(case.id) + case.source.suffix
-    return name if case.source.config.layout == "nnunet" else f"probs/{name}"
-
-
-def write_scores(
-    output: OutputFolder, case: Case, pieces: Iterable[tuple[slice, Tensor]], dtype: torch.dtype = torch.float32
-) -> None:
-    """Write the probabilities of a case in the format, geometry and layout of its input.
-
-    The pieces are rows and their log-probabilities ``(N, C, rows, ...)``.
-    """
-    output.require_one(case)
-    batch, classes, *spatial = case.shape
-    spec = ArraySpec((batch if output.multilabel else classes, *spatial), _NUMPY[dtype], row_axis=1, key="probs")
-    disk = case.source if isinstance(case.source, DiskCase) else None
-    if disk:
-        like, file = disk.members[0], disk.members[0].file
-        spec = ArraySpec(file.shape, spec.dtype, like.row_axis, file.key or spec.key, file.geometry)
-        if disk.config.layout == "nnunet":
-            _copy_sidecars(output, disk)
-    with output.array(score_path(output, case), case, spec) as write:
-        for rows, log_probs in pieces:
-            scores = _probabilities(log_probs, dtype, output.multilabel)
-            if disk and (outside := disk.exterior(rows)) is not None:
-                # Padding stays exactly as it was, so that readers of the file recognise it.
-                scores[:, torch.from_numpy(outside)] = 0
-                scores[0, torch.from_numpy(outside)] = 0 if output.multilabel else 1
-            write(rows, like.as_stored(scores.cpu().numpy()) if disk else scores.cpu().numpy())
-
-
-def _copy_sidecars(output: OutputFolder, source: DiskCase) -> None:
-    folder = source.files.members[0].parent
-    for near in (folder, folder.parent, folder.parent.parent):
-        for name in _NNUNET_FILES:
-            if (near / name).is_file() and not (output.folder / name).exists():
-                output.copy(near / name, name)
-    sidecar = folder / f"{source.id}.pkl"
-    if sidecar.is_file():
-        output.copy(sidecar, sidecar.name)
-
-
-def _probabilities(log_probs: Tensor, dtype: torch.dtype, multilabel: bool) -> Tensor:
-    """Probabilities ``(channels, rows, ...)``. No argmax changes by the exponential or by rounding."""
-    winner = log_probs.argmax(1)
-    if not multilabel:
-        return keep_argmax(log_probs.exp().to(dtype), winner)[0]
-    inside = (log_probs[:, 1] - log_probs[:, 0]).sigmoid().to(dtype)
-    half = torch.full_like(inside, 0.5)
-    above = torch.nextafter(half, torch.ones_like(half))
-    return torch.where(winner == 1, torch.maximum(inside, above), torch.minimum(inside, half))
 
 
 def _digest(path: Path, parts: list[list[list[int]]]) -> str:

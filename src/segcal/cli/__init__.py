@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from segcal.cli.overview import SUMMARIES, new_app
+from segcal.cli.overview import GROUPS, SUMMARIES, new_app
 
 
 def main() -> None:
@@ -18,12 +18,12 @@ def main() -> None:
         from segcal.cli.completion import completing_app
 
         completing_app()(prog_name="segcal")
-    if any(argument in SUMMARIES for argument in sys.argv[1:]):
+    if any(argument in SUMMARIES or argument in GROUPS for argument in sys.argv[1:]):
         from segcal.cli.commands import run
 
         run()
         return
     overview = new_app()
-    for name, summary in SUMMARIES.items():
+    for name, summary in (SUMMARIES | GROUPS).items():
         overview.command(name, help=summary)(lambda: None)
     overview(prog_name="segcal")

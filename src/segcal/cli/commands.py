@@ -12,6 +12,7 @@ from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
 from segcal.cli.fit import apply_command, fit_command
 from segcal.cli.info import doctor_command, show_command
+from segcal.cli.nnunet import app as nnunet_app
 from segcal.cli.overview import SUMMARIES, new_app
 from segcal.cli.plan import plan_command
 from segcal.cli.ranks import in_ranks
@@ -36,6 +37,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for _name, _command in zip(SUMMARIES, _COMMANDS, strict=True):
     app.command(_name)(stoppable(in_ranks(_name, _command)))
+app.add_typer(nnunet_app, name="nnunet")
 
 
 def run() -> None:

@@ -83,9 +83,14 @@ def declared(layout: Layout, labels: Labels) -> dict[str, Any]:
 
 
 def open_data(
-    data: Path, layout: Layout = None, labels: Labels = None, *, need_labels: bool = True, device: str = "cpu"
+    data: Path | Sequence[Path],
+    layout: Layout = None,
+    labels: Labels = None,
+    *,
+    need_labels: bool = True,
+    device: str = "cpu",
 ) -> CaseSet:
-    """Open a dataset, and print its notes on standard error, for example files that belong to no case.
+    """Open a dataset, or several folders of nnU-Net, and print notes on standard error, such as files without a case.
 
     In a torchrun job, all ranks must see the same files.
     """

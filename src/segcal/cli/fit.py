@@ -155,6 +155,9 @@ def apply_command(
     layout: Layout = None,
     dtype: Annotated[StoredType, Option(help="Precision of the written scores.")] = "float32",
     confidence: Annotated[bool, Option("--confidence", help="Also write confidence maps.")] = False,
+    nifti: Annotated[
+        bool, Option("--nifti", help="nnU-Net layout: also write NIfTI probabilities, with their geometry.")
+    ] = False,
     device: DeviceOption = "auto",
     resume: Resume = False,
 ) -> None:
@@ -165,7 +168,7 @@ def apply_command(
     fitted = load(calibrator)
     cases = open_data(data, layout, need_labels=False, device=device)
     with progress("applying", len(cases)) as step:
-        options = {"dtype": getattr(torch, dtype), "confidence": confidence, "resume": resume}
+        options = {"dtype": getattr(torch, dtype), "confidence": confidence, "nifti": nifti, "resume": resume}
         report = apply(fitted, cases, output, **options, progress=step)
     skipped = f", {report.skipped} were finished already" if report.skipped else ""
     kept = "every label kept" if fitted.preserves else f"{report.flips:,} of {report.voxels:,} labels changed"

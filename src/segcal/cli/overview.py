@@ -22,6 +22,10 @@ SUMMARIES = {
     "convert": "Unpack an image dataset for training.",
     "doctor": "Show what segcal finds on this machine: versions, processors, compiled kernels, optional packages.",
 }
+# Groups of commands, likewise.
+GROUPS = {
+    "nnunet": "The commands fit, apply and evaluate on nnU-Net's own folders; trainers with segcal's losses.",
+}
 
 
 def new_app() -> typer.Typer:

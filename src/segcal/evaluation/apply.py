@@ -18,7 +18,8 @@ from segcal.cases.calibrated import AnyCalibrator, check_classes, score_pieces
 from segcal.cases.device import Device
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import ArraySpec, Geometry, open_array
-from segcal.cases.output import OutputFolder, score_path, write_scores
+from segcal.cases.output import OutputFolder
+from segcal.cases.written import nifti_path, score_path, write_scores
 from segcal.errors import naming
 from segcal.evaluation.maps import MAPS, score_maps
 from segcal.evaluation.rows import CaseRows
@@ -44,6 +45,7 @@ def apply(
     *,
     dtype: torch.dtype = torch.float32,
     confidence: bool = False,
+    nifti: bool = False,
     device: Device | None = None,
     resume: bool = False,
     progress: Callable[[str], None] = lambda case: None,
@@ -53,10 +55,13 @@ def apply(
     Args:
         calibrator: A fitted calibrator.
         cases: What to calibrate.
-        folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz`` and its sidecars). It must be apart
-            from the folders of the cases. In an object store (``s3://``, ``gs://``) only zarr can be written.
+        folder: Where to write ``probs/<case>.*`` (nnU-Net layout: ``<case>.npz``, its sidecars and its segmentation).
+            It must be apart from the folders of the cases. In an object store (``s3://``, ``gs://``) only zarr can be
+            written.
         dtype: float32 or float16; with both, every voxel keeps the argmax of the calibrator.
         confidence: Also write the largest probability of every voxel, ``confidence/<case>.npy`` (at a URL ``.zarr``).
+        nifti: In nnU-Net's layout, also write ``nifti/<case>.nii.gz``, the probabilities ``(x, y, z, C)`` with the
+            geometry of nnU-Net's segmentation.
         device: Where to compute: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``; None for where the cases are.
         resume: Skip finished outputs that the same calibrator made from the same files, and that read back right.
         progress: Called with the name of each case before it is read.
@@ -76,13 +81,15 @@ def apply(
         for case in cases.on(device):
             progress(case.id)
             map_path = f"confidence/{file_name(case.id)}{output.suffix}"
-            if output.finished(score_path(output, case), case) and (not confidence or output.finished(map_path, case)):
+            asked = {score_path(output, case): True, map_path: confidence, nifti_path(case): nifti}
+            if all(output.finished(path, case) for path, wanted in asked.items() if wanted):
                 report.skipped += 1
                 continue
             batch, _, *spatial = case.shape
             spec = ArraySpec((batch, *spatial) if batch > 1 else spatial, "float32", row_axis=int(batch > 1))
             with naming(case=case.id), output.array(map_path, case, spec) if confidence else nullcontext() as write:
-                write_scores(output, case, _counted_pieces(calibrator, case, report, write), dtype)
+                pieces = _counted_pieces(calibrator, case, report, write)
+                write_scores(output, case, pieces, dtype, same_labels=calibrator.preserves is not None, nifti=nifti)
             report.written += 1
             del case
     return report
