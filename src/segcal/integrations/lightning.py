@@ -175,8 +175,9 @@ class _Kept:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        # Clones, because a view would be stored with all of the tensor that it is a view of.
-        torch.save((logits.cpu().clone(), labels.cpu().clone()), self.folder / f"{self.count}.pt")
+        # Plain clones: a view would be stored with all that it is a view of, and MONAI's tensors with their metadata.
+        plain = tuple(tensor.as_subclass(Tensor).cpu().clone() for tensor in (logits, labels))
+        torch.save(plain, self.folder / f"{self.count}.pt")
         self.count += 1
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
