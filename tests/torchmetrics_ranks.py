@@ -5,6 +5,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from segcal.integrations.processes import of_all_processes
+from segcal.statistics import VoxelStatistics
+
 
 def metrics():
     """All metrics of segcal beside one of torchmetrics; those with a norm share a state."""
@@ -38,6 +41,15 @@ def images(count=9):
     return logits, labels
 
 
+def statistics(some):
+    """Statistics of some images, in the left half and in all."""
+    found = VoxelStatistics(4, regions=("left",))
+    logits, labels = (part[list(some)] for part in images())
+    left = torch.zeros(labels.shape, dtype=torch.bool)
+    left[..., :3] = True
+    return found.update(logits, labels, regions={"left": left})
+
+
 def measure(rank: int, folder: str) -> None:
     """One of two processes; the first has two images and the second seven."""
     torch.set_num_threads(1)
@@ -52,5 +64,9 @@ def measure(rank: int, folder: str) -> None:
     with collection["calibration"].sync_context():
         confusion = collection["calibration"].confusion.clone()
     seen = int(collection["calibration"].confusion.sum())
-    torch.save((values, confusion, seen, collection.compute_groups), Path(folder, f"{rank}.pt"))
+    # The statistics behind MONAI's metric: only the second process has some, in regions.
+    own = None if rank == 0 else statistics(mine)
+    merged = of_all_processes(own).to_dict()
+    everyone = of_all_processes(statistics(mine)).total("left").confusion.tolist()
+    torch.save((values, confusion, seen, collection.compute_groups, merged, everyone), Path(folder, f"{rank}.pt"))
     distributed.destroy_process_group()

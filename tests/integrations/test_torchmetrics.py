@@ -75,10 +75,12 @@ def test_two_processes_give_the_values_of_one(tmp_path):
     expected, labels = whole(), torchmetrics_ranks.images()[1]
     seen = 0
     for rank in range(2):
-        values, confusion, own, groups = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        values, confusion, own, groups, merged, everyone = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert_same(values, expected, 1e-9)
         assert int(confusion.sum()) == int((labels != 255).sum())
         assert confusion.dtype == torch.int64
         assert ["l1", "l2", "max"] in list(groups.values())
+        assert merged == torchmetrics_ranks.statistics(range(2, 9)).to_dict()
+        assert everyone == torchmetrics_ranks.statistics(range(9)).total("left").confusion.tolist()
         seen += own  # each process has its own voxels again
     assert seen == int((labels != 255).sum())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from segcal.calibrators import Calibrator, load
 from segcal.cases.tensors import Batch
@@ -19,6 +19,7 @@ from segcal.errors import InputError, MissingExtraError, check_name
 from segcal.evaluation.measure import measure_case, reduced_rows
 from segcal.evaluation.plan import LOCAL, Plan
 from segcal.evaluation.results import POOLED
+from segcal.integrations.processes import of_all_processes
 from segcal.metrics import Column
 from segcal.scores import KINDS, multilabel_view
 from segcal.statistics import EVERYTHING, VoxelStatistics
@@ -205,7 +206,7 @@ class CalibrationMetric(CumulativeIterationMetric):  # type: ignore[misc, unused
 
     def aggregate(self) -> dict[str, float]:
         """The pooled values of all images since the last reset, in all processes."""
-        pooled = _all_processes(self.statistics)
+        pooled = of_all_processes(self.statistics)
         if pooled is None:
             raise InputError("no images came", expected="metric(y_pred, y) before aggregate()")
         rows = reduced_rows(self.plan, POOLED, pooled, {})
@@ -315,18 +316,3 @@ class _Map:
 def _plain(tensor: Tensor) -> Tensor:
     """A tensor without metadata, which would be carried through every operation."""
     return tensor.as_subclass(Tensor)
-
-
-def _all_processes(own: VoxelStatistics | None) -> VoxelStatistics | None:
-    """The statistics of all processes; some of them may have seen no image."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return own
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, None if own is None else own.to_dict())
-    parts = [VoxelStatistics.from_dict(part) for part in found if part is not None]
-    if not parts:
-        return None
-    whole = parts[0].empty_like()
-    for part in parts:
-        whole.merge(part)
-    return whole
