@@ -1,7 +1,6 @@
 """The modules are torchmetrics' own where definitions coincide, and exact sums under everything torchmetrics does."""
 
 import inspect
-import json
 import math
 import pickle
 import subprocess
@@ -333,57 +332,6 @@ def test_a_wrong_batch_is_an_error_and_changes_nothing(metric):
         with pytest.raises(InputError):
             metric.update(preds, target)
     assert all(torch.equal(value, state[name]) for name, value in metric.metric_state.items())
-
-
-_RANK = """
-import json, sys
-import torch, torch.distributed as dist
-from segcal.metrics.modules import Calibration, MulticlassCalibrationError
-
-rank, store, data = int(sys.argv[1]), sys.argv[2], torch.load(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-mine = slice(0, 5) if rank == 0 else slice(5, None)
-report = {}
-for name, arguments in data["metrics"].items():
-    metric = (Calibration if name.startswith("calibration") else MulticlassCalibrationError)(**arguments)
-    for n in range(*mine.indices(len(data["labels"]))):
-        metric.update(data["logits"][n : n + 1], data["labels"][n : n + 1])
-    local = {key: state.clone() for key, state in metric.metric_state.items()}
-    value = metric.compute()
-    report[name] = {k: v.item() for k, v in value.items()} if isinstance(value, dict) else value.item()
-    assert all(torch.equal(state, local[key]) for key, state in metric.metric_state.items()), "not unsynced"
-print(json.dumps(report))
-dist.destroy_process_group()
-"""
-
-
-def test_two_processes_give_the_value_of_the_whole(tmp_path):
-    logits, labels = voxels(13, images=7)
-    logits[5:] += 300  # another origin of the free energy in the other process
-    labels[6] = 255
-    metrics = {
-        "calibration": {"num_classes": 4, "metrics": USABLE},
-        "calibration, top label": {"num_classes": 4},
-        **{norm: {"num_classes": 4, "norm": norm, "ignore_index": 255} for norm in NORMS},
-    }
-    data, store = tmp_path / "data.pt", tmp_path / "store"
-    torch.save({"logits": logits, "labels": labels, "metrics": metrics}, data)
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(store), str(data)], stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        reports = [json.loads(process.communicate(timeout=120)[0]) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()  # where one has failed, the other waits
-    for name, arguments in metrics.items():
-        whole = (Calibration if name.startswith("calibration") else MulticlassCalibrationError)(**arguments)
-        expected = whole(logits, labels)
-        for report in reports:
-            got = report[name] if isinstance(expected, dict) else torch.tensor(report[name], dtype=torch.float64)
-            assert_same(got, expected, 1e-9)
 
 
 _WITHOUT = """

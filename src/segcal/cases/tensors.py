@@ -155,9 +155,9 @@ class TensorSource(CaseSource):
 
 
 def _tensor(name: str, given: Any) -> Tensor:
-    """A tensor, or an array as one that shares its memory if that is possible."""
+    """A plain tensor, or an array as one that shares its memory if that is possible."""
     if isinstance(given, Tensor):
-        return given
+        return given.as_subclass(Tensor)  # What MONAI keeps with a tensor would be carried along, also into files.
     if not isinstance(given, np.ndarray) or given.dtype.kind not in "fiub":
         raise InputError(f"{name} are {_in_words(given)}", expected="a tensor or a numpy array of numbers")
     array = np.ascontiguousarray(given, dtype=np.int64 if given.dtype.kind == "u" else given.dtype.newbyteorder("="))
