@@ -2,14 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+INTEGRATIONS := .venv/.integrations
 
-.PHONY: demo test lint bench completions dist check-dist docs clean
+.PHONY: demo test test-integrations lint bench completions dist check-dist docs clean
 
 demo: $(SETUP)
 	$(BIN)/segcal demo
 
 test: $(SETUP)
 	$(BIN)/pytest
+
+# What works with other libraries, with the real ones: here these tests must run, not skip.
+test-integrations: $(INTEGRATIONS)
+	SEGCAL_REQUIRE_INTEGRATIONS=1 $(BIN)/pytest tests/integrations tests/cases/test_nnunet.py tests/cli/test_nnunet.py
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -43,9 +48,17 @@ docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis site segcal-demo
+	rm -rf .venv .vision dist .mypy_cache .ruff_cache .pytest_cache .hypothesis site segcal-demo
 
 $(SETUP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+# torchvision has no CPU build on PyPI. Beside a CPU build of torch it cannot be imported, and libraries that find it fail:
+# it is taken out of the environment, and recipes that need its networks look for it in .vision.
+$(INTEGRATIONS): $(SETUP)
+	$(BIN)/pip install -q -c constraints.txt -e '.[test-integrations]'
+	$(BIN)/pip uninstall -qy torchvision
+	$(BIN)/pip install -q --no-deps --target .vision --upgrade torchvision==0.28.0 timm==1.0.31 segmentation-models-pytorch==0.6.0
 	touch $@

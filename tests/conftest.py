@@ -26,3 +26,13 @@ def run(monkeypatch, capsys):
         return stop.value.code or 0, captured.out, captured.err
 
     return call
+
+
+def pytest_sessionfinish(session):
+    """Where integrations are required, a test that was skipped has failed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("SEGCAL_REQUIRE_INTEGRATIONS") and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("integrations are required, but tests were skipped:", red=True)
+        for report in reporter.stats["skipped"]:
+            reporter.write_line(f"  {report.nodeid}: {report.longrepr[-1]}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
