@@ -17,7 +17,7 @@ LAYERS = [
     {"statistics", "regions", "solvers"},
     {"fitting", "metrics", "losses", "fusion", "synthetic"},
     {"calibrators"},
-    {"evaluation"},
+    {"evaluation", "models"},
     {"training", "integrations", "plots"},
     {"study"},
     {"report"},

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from segcal.evaluation.results import Results
     from segcal.losses import LOSSES
     from segcal.metrics import METRICS
+    from segcal.models import CalibratedNetwork, calibrate, load_calibrated
     from segcal.regions import REGIONS
     from segcal.statistics import VoxelStatistics
     from segcal.study import Study, compare
@@ -34,6 +35,7 @@ _HOMES = {
     "segcal.evaluation.results": ("Results",),
     "segcal.losses": ("LOSSES",),
     "segcal.metrics": ("METRICS",),
+    "segcal.models": ("CalibratedNetwork", "calibrate", "load_calibrated"),
     "segcal.regions": ("REGIONS",),
     "segcal.statistics": ("VoxelStatistics",),
     "segcal.study": ("Study", "compare"),
@@ -48,6 +50,7 @@ __all__ = [
     "LOSSES",
     "METRICS",
     "REGIONS",
+    "CalibratedNetwork",
     "Case",
     "CaseSet",
     "CheckReport",
@@ -59,6 +62,7 @@ __all__ = [
     "Study",
     "VoxelStatistics",
     "apply",
+    "calibrate",
     "calibrators",
     "cases_from",
     "check",
@@ -66,6 +70,7 @@ __all__ = [
     "evaluate",
     "fusion",
     "load",
+    "load_calibrated",
     "losses",
     "metrics",
     "open_cases",

@@ -62,7 +62,7 @@ def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, fi
         _check_logits(scores, first_row)
     if multilabel:
         return multilabel_view(scores, kind)
-    return _log(scores) if kind == "probs" else scores
+    return log_clamped(scores) if kind == "probs" else scores
 
 
 def multilabel_view(scores: Tensor, kind: Kind) -> Tensor:
@@ -74,7 +74,7 @@ def multilabel_view(scores: Tensor, kind: Kind) -> Tensor:
     """
     scores = scores.flatten(0, 1)
     if kind == "probs":
-        return torch.stack((_log(1 - scores), _log(scores)), 1)
+        return torch.stack((log_clamped(1 - scores), log_clamped(scores)), 1)
     return torch.stack((torch.zeros_like(scores), scores), 1)
 
 
@@ -330,7 +330,13 @@ def checked_mask(mask: Tensor, labels: Tensor, name: str) -> Tensor:
     return mask.to(labels.device)
 
 
-def _log(probabilities: Tensor) -> Tensor:
+def log_clamped(probabilities: Tensor) -> Tensor:
+    """Logits of probabilities: ``log(max(p, tiny))``.
+
+    Examples:
+        >>> log_clamped(torch.tensor([1.0, 0.0]))
+        tensor([  0.0000, -87.3365])
+    """
     return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 
 

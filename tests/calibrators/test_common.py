@@ -177,12 +177,6 @@ def test_impossible_classes_stay_impossible(fitted):
     assert torch.isneginf(fitted(z)[:, 2]).all()
 
 
-def test_compiled_and_exported_forward(fitted):
-    z = random_logits(1, 6, 8, 8)
-    program = torch.export.export(fitted, (z,))
-    assert torch.allclose(program.module()(z), fitted(z), atol=1e-6)
-
-
 def test_evaluation_fuses_the_map_without_a_difference(fitted):
     plain = segcal.evaluate(CASES, lambda z: fitted(z), metrics=("nll", "ece", "flip"))
     fused = segcal.evaluate(CASES, fitted, metrics=("nll", "ece", "flip"))
@@ -198,10 +192,9 @@ def test_gradients_are_those_of_finite_differences(fitted):
     assert_close(fitted(large), fitted(large.detach()))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_forward(fitted, backend):
+def test_compiled_forward(fitted):
     z = random_logits(1, 6, 8, 8)
-    compiled = torch.compile(fitted, backend=backend)
+    compiled = torch.compile(fitted, backend="aot_eager")
     assert torch.allclose(compiled(z), fitted(z), atol=1e-6)
 
 

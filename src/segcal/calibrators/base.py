@@ -38,6 +38,8 @@ Preserves = Literal["order", "argmax"]
 #: The format of files: safetensors with JSON metadata. Those with a map for each channel of multi-label data have
 #: another version, so that no reader takes them for one map.
 FORMAT, VERSION, VERSION_WITH_CHANNELS = "segcal.calibrator", 1, 2
+#: The format of a model and its calibrator in one file, and how the names of the calibrator's tensors begin there.
+NETWORK_FORMAT, NETWORK_VERSION, CALIBRATOR_PREFIX = "segcal.network", 1, "calibrator."
 
 
 class Choice(NamedTuple):
@@ -80,7 +82,6 @@ class Calibrator(CalibratorModule, ABC):
     own name.
     """
 
-    id: ClassVar[str]
     title: ClassVar[str]
     translation_invariant: bool
     preserves: Preserves | None
@@ -302,6 +303,12 @@ class Calibrator(CalibratorModule, ABC):
 
     def to_bytes(self) -> bytes:
         """The content of the file that ``save`` writes."""
+        about = self.about()
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
+        return save(tensors, {"segcal": json.dumps(plain(about), allow_nan=False)})
+
+    def about(self) -> dict[str, Any]:
+        """What the file says besides its tensors."""
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit before save")
         version = VERSION if self.channels is None else VERSION_WITH_CHANNELS
@@ -310,8 +317,7 @@ class Calibrator(CalibratorModule, ABC):
         if self.channel_names is not None:
             named = zip(self.channel_names, self.per_channel, strict=True)
             about["channels"] = [{"name": name, **own._about_fit()} for name, own in named]
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
-        return save(tensors, {"segcal": json.dumps(plain(about), allow_nan=False)})
+        return about
 
     def _about_fit(self) -> dict[str, Any]:
         """What a file says of a map, or of the map of a channel, besides its tensors."""

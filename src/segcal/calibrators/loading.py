@@ -12,7 +12,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from segcal.calibrators.base import CALIBRATORS, FORMAT, VERSION, VERSION_WITH_CHANNELS, Calibrator
+from segcal.calibrators.base import (
+    CALIBRATOR_PREFIX,
+    CALIBRATORS,
+    FORMAT,
+    NETWORK_FORMAT,
+    NETWORK_VERSION,
+    VERSION,
+    VERSION_WITH_CHANNELS,
+    Calibrator,
+)
 from segcal.calibrators.module import check_num_classes
 from segcal.errors import DataError, SegcalError, check_name
 from segcal.files.plain import number
@@ -35,6 +44,8 @@ class _Stored(NamedTuple):
 
 def load(path: str | Path) -> Calibrator:
     """Read a calibrator that ``Calibrator.save`` wrote; whatever is wrong with the file is a ``DataError``.
+
+    Of a file that also holds a model (``segcal.calibrate(...).save``) the calibrator is read, and the model is not.
 
     Examples:
         >>> import segcal, tempfile, torch
@@ -87,9 +98,13 @@ def _built(stored: _Stored) -> Calibrator:
 def _read(path: str | Path) -> _Stored:
     """The content of a file, each part of the right type."""
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    about = json.loads(metadata["segcal"], object_hook=_with_infinities)
+        about, prefix = json.loads((file.metadata() or {})["segcal"], object_hook=_with_infinities), ""
+        if about["format"] == NETWORK_FORMAT:
+            if about["version"] != NETWORK_VERSION:
+                raise ValueError(f"format {about['format']} version {about['version']}")
+            about, prefix = about["calibrator"], CALIBRATOR_PREFIX
+        own = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
+        tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in own}
     if about["format"] != FORMAT or about["version"] not in (VERSION, VERSION_WITH_CHANNELS):
         raise ValueError(f"format {about['format']} version {about['version']}")
     for name, tensor in tensors.items():

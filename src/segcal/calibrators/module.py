@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class CalibratorModule(nn.Module):
     ``.half()`` on a network also casts the modules inside it. A calibrator's tensors are small and need their
     precision, so only their device changes; ``forward`` returns the dtype of its input in any case.
     """
+
+    id: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,10 +107,10 @@ class CalibratorModule(nn.Module):
     # -- the state dict ------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> Tensor:
-        """Classes and channels as JSON in a tensor of bytes, which is empty before a fit."""
+        """Method, classes and channels as JSON in a tensor of bytes, which is empty before a fit."""
         if self.num_classes is None:
             return torch.zeros(0, dtype=torch.uint8)
-        about = {name: getattr(self, name) for name in ("num_classes", "class_names", "channel_names")}
+        about = {name: getattr(self, name) for name in ("id", "num_classes", "class_names", "channel_names")}
         return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -129,13 +131,16 @@ class CalibratorModule(nn.Module):
         try:
             about = json.loads(bytes(extra.tolist()))
             num_classes = check_num_classes(about["num_classes"])
-            # Earlier versions had no channels.
+            # Earlier versions had no channels and no id.
+            method = about.get("id", self.id)
             class_names, channel_names = (_names(about.get(name)) for name in ("class_names", "channel_names"))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(
                 f"the classes of the state dict cannot be read ({type(error).__name__}: {error})",
                 expected="what a calibrator's state_dict() returned",
             ) from None
+        if method != self.id:  # its tensors may have the same shapes
+            raise InputError(f"the state dict is that of a calibrator {method!r}", expected=f"one of {self.id!r}")
         device = next((tensor.device for tensor in self.buffers()), torch.device("cpu"))
         if self.channel_names != channel_names:
             become(self, self.single())

@@ -11,9 +11,10 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.sampler import BatchSampler
 
-from segcal.cases.caseset import CaseRef, CaseSet
+from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet
 from segcal.cases.splits import Groups
 from segcal.cases.tensors import Batch, batch_as_cases, is_pair
 from segcal.errors import InputError, naming
@@ -43,6 +44,7 @@ def cases_from(
     mask: Any = None,
     ids: Sequence[str] | None = None,
     groups: Groups | Sequence[str] | None = None,
+    channel_names: Sequence[str] | None = None,
 ) -> CaseSet:
     """Cases from what a network gives, without files. Every image is a case of its own.
 
@@ -59,6 +61,8 @@ def cases_from(
         mask: ``(N, *spatial)`` bool, True for voxels to use, if the source is a single batch.
         ids: Names of all images, in order. By default those of the batches, or ``image 000``.
         groups: Images that belong together: as in ``CaseSet.split``, or the group of every image, in order.
+        channel_names: For multi-label data: the names of the sigmoid channels. Labels are then ``(N, K, *spatial)``,
+            for every channel 0 outside and 1 inside.
 
     Examples:
         >>> batches = [(torch.randn(2, 3, 8, 8), torch.zeros(2, 8, 8).long()) for _ in range(4)]
@@ -67,25 +71,86 @@ def cases_from(
         (8, 'image 007', (1, 3, 8, 8))
     """
     if isinstance(source, CaseSet):
-        extra = {"labels": labels, "mask": mask, "ids": ids, "groups": groups}
+        extra = {"labels": labels, "mask": mask, "ids": ids, "groups": groups, "channel_names": channel_names}
         if came := [name for name, given in extra.items() if given is not None]:
             raise InputError(f"{' and '.join(came)} come with cases", expected="cases alone")
         return source
     images: _Images
-    if (batch := single_batch(source, labels, kind, mask)) is not None:
-        images = _InMemory(batch, ignore_index)
+    declared = Declared.of(kind, ignore_index, channel_names)
+    if (batch := single_batch(source, labels, kind, mask, multilabel=declared.multilabel)) is not None:
+        images = _InMemory(batch, declared)
     elif isinstance(source, Iterator):
-        images = _Stored(source, kind, ignore_index)
+        images = _Stored(_Stream(source, declared).batches())
         warnings.warn(images.notes[0], stacklevel=2)
     else:
-        images = stream = _Stream(source, kind, ignore_index)
+        images = stream = _Stream(source, declared)
         if ids is not None or groups is not None:
-            stream.check_order()
+            check_order(source)
         stream.find_count(None if ids is None else len(ids))
-    names = _names(ids or images.ids, images.count)
-    refs = [CaseRef(n, partial(_open, images, i, n, ignore_index), memory=images.memory) for i, n in enumerate(names)]
+    return _case_set(images, declared, ids, groups)
+
+
+def stored_cases(batches: Iterable[Any], declared: Declared, groups: Groups | Sequence[str] | None = None) -> CaseSet:
+    """``cases_from`` of batches that are read once, in this thread, and kept in a temporary folder.
+
+    What holds for a thread, such as ``torch.autocast``, holds for the code that gives the batches.
+    """
+    return _case_set(_Stored(_checked_batches(batches, declared)), declared, None, groups)
+
+
+class Declared(NamedTuple):
+    """What scores are declared to be: logits or probabilities, and their channels if these are multi-label."""
+
+    kind: Kind
+    ignore_index: int
+    channel_names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, kind: Kind, ignore_index: int, channel_names: Sequence[str] | None) -> Declared:
+        """As the arguments of public functions say."""
+        return cls(kind, ignore_index, None if channel_names is None else tuple(channel_names))
+
+    @property
+    def multilabel(self) -> bool:
+        """Whether each channel is a two-class problem of its own."""
+        return self.channel_names is not None
+
+    def batch(self, given: Any, number: int, num_classes: int | None) -> Batch:
+        """Check a batch of scores and labels, which has as many classes as the one before it, if there was one."""
+        with naming(where=f"batch {number}"):
+            batch = Batch.of(given, self.kind, multilabel=self.multilabel)
+            batch.check_values(self.ignore_index)
+            self.check_channels(batch)
+            classes = batch.scores.shape[1]
+            if num_classes is not None and classes != num_classes:
+                raise InputError(f"logits have {classes} classes", expected=f"{num_classes}, as in the first batch")
+        return batch
+
+    def check_channels(self, batch: Batch) -> None:
+        """Raise unless there is a name for every channel."""
+        names, count = self.channel_names, batch.scores.shape[1]
+        if names is not None and (len(names) != count or len(set(names)) < count):
+            raise InputError(f"channel_names {', '.join(names)}", expected=f"{count} different names, one per channel")
+
+
+def _checked_batches(batches: Iterable[Any], declared: Declared) -> Iterator[Batch]:
+    num_classes = None
+    for number, given in enumerate(batches):
+        batch = declared.batch(given, number, num_classes)
+        num_classes = batch.scores.shape[1]
+        yield batch
+
+
+def _case_set(
+    images: _Images, declared: Declared, ids: Sequence[str] | None, groups: Groups | Sequence[str] | None
+) -> CaseSet:
+    names, ignored = _names(ids or images.ids, images.count), declared.ignore_index
+    refs = [CaseRef(n, partial(_open, images, i, n, ignored), memory=images.memory) for i, n in enumerate(names)]
     grouped = dict(zip(names, _one_each("groups", groups, len(names)), strict=True)) if _listed(groups) else groups
-    return CaseSet(refs, images.num_classes, ignore_index, groups=grouped, notes=images.notes)  # type: ignore[arg-type]
+    cases = CaseSet(refs, images.num_classes, ignored, groups=grouped, notes=images.notes)  # type: ignore[arg-type]
+    if not declared.multilabel:
+        return cases
+    return replace(cases, num_classes=2, class_names=CHANNEL_CLASSES, channel_names=declared.channel_names)
 
 
 def cases_to_fit(source: Source, labels: Any, ignore_index: int, mask: Any) -> CaseSet:
@@ -96,12 +161,12 @@ def cases_to_fit(source: Source, labels: Any, ignore_index: int, mask: Any) -> C
     return batch_as_cases(batch, ignore_index)
 
 
-def single_batch(source: Any, labels: Any, kind: Kind, mask: Any) -> Batch | None:
+def single_batch(source: Any, labels: Any, kind: Kind, mask: Any, *, multilabel: bool = False) -> Batch | None:
     """The batch that the source is, or None if it yields batches."""
     if labels is not None or isinstance(source, Tensor | np.ndarray):
         if labels is None:
             raise InputError("logits come without labels", expected="logits and labels, or batches of them")
-        return Batch.checked(source, labels, mask, kind)
+        return Batch.checked(source, labels, mask, kind, multilabel=multilabel)
     if isinstance(source, str | Path):
         raise InputError(f"the source is {str(source)!r}", expected="cases", fix="segcal.open_cases opens a folder")
     if not isinstance(source, Iterable):
@@ -109,10 +174,10 @@ def single_batch(source: Any, labels: Any, kind: Kind, mask: Any) -> Batch | Non
         raise InputError(f"the source is of type {type(source).__name__}", expected=expected)
     if is_pair(source):
         logits, labels = source
-        return Batch.checked(logits, labels, mask, kind)
+        return Batch.checked(logits, labels, mask, kind, multilabel=multilabel)
     if mask is not None:
         raise InputError("a mask comes with many batches", expected="dicts of logits, labels and mask as batches")
-    return Batch.of(source, kind) if isinstance(source, Mapping) else None
+    return Batch.of(source, kind, multilabel=multilabel) if isinstance(source, Mapping) else None
 
 
 class _Images(ABC):
@@ -136,8 +201,9 @@ def _open(images: _Images, index: int, id: str, ignore_index: int) -> Case:
 class _InMemory(_Images):
     """The images of one batch."""
 
-    def __init__(self, batch: Batch, ignore_index: int) -> None:
-        batch.check_values(ignore_index)
+    def __init__(self, batch: Batch, declared: Declared) -> None:
+        batch.check_values(declared.ignore_index)
+        declared.check_channels(batch)
         self.batch, self.count, self.num_classes = batch, len(batch), batch.scores.shape[1]
         self.ids = None if batch.ids is None else list(batch.ids)
         self.memory = batch.scores.device.type
@@ -153,8 +219,8 @@ class _Stream(_Images):
     ``torch.inference_mode()`` leaves them switched on in the thread that it runs in.
     """
 
-    def __init__(self, source: Iterable[Any], kind: Kind, ignore_index: int) -> None:
-        self.source, self.kind, self.ignore_index = source, kind, ignore_index
+    def __init__(self, source: Iterable[Any], declared: Declared) -> None:
+        self.source, self.declared = source, declared
         self.count, self._fingerprints, self._warned = 0, dict[int, int](), False
         self._begin()
         if (first := self._thread.submit(self._next).result()) is None:
@@ -178,7 +244,7 @@ class _Stream(_Images):
                 expected="a source that can be pickled",
                 fix="workers=1, or classes and functions at the top of a module",
             ) from None
-        own = ("kind", "ignore_index", "count", "ids", "num_classes", "_first", "_fingerprints", "_warned")
+        own = ("declared", "count", "ids", "num_classes", "_first", "_fingerprints", "_warned")
         return {"source": source, **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -213,11 +279,6 @@ class _Stream(_Images):
             names += batch.ids or ()
         self.ids = names or None
 
-    def check_order(self) -> None:
-        """Raise if names given in order cannot be those of the images."""
-        if isinstance(self.source, DataLoader) and isinstance(self.source.sampler, RandomSampler):
-            raise InputError("ids or groups come with a DataLoader that shuffles", expected="shuffle=False")
-
     def _find(self, index: int) -> tuple[Batch, int]:
         """The batch that holds an image, and its place there."""
         if index < self._start or (index >= self._end and self._iterator is None):
@@ -241,12 +302,7 @@ class _Stream(_Images):
         given = next(iterator, None)
         if given is None:
             return None
-        with naming(where=f"batch {self._number}"):
-            batch = Batch.of(given, self.kind)
-            batch.check_values(self.ignore_index)
-            classes, expected = batch.scores.shape[1], getattr(self, "num_classes", batch.scores.shape[1])
-            if classes != expected:
-                raise InputError(f"logits have {classes} classes", expected=f"{expected}, as in the first batch")
+        batch = self.declared.batch(given, self._number, getattr(self, "num_classes", None))
         self._iterator, self._batch, self._number = iterator, batch, self._number + 1
         self._start, self._end = self._end, self._end + len(batch)
         for index, labels in enumerate(batch.labels, self._start):
@@ -266,22 +322,23 @@ class _Stream(_Images):
 
 
 class _Stored(_Images):
-    """The images of a source that can be read only once, in a temporary folder that goes when the last case goes."""
+    """Images that can be read only once, in a temporary folder that goes when the last case goes."""
 
-    def __init__(self, source: Iterator[Any], kind: Kind, ignore_index: int) -> None:
+    def __init__(self, batches: Iterator[Batch]) -> None:
         self.folder, self.count = Path(tempfile.mkdtemp(prefix="segcal-batches-")), 0
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        stream = _Stream(source, kind, ignore_index)
         names: list[str] = []
-        for batch in stream.batches():
-            self.kind, self.device = batch.kind, batch.scores.device
+        for batch in batches:
+            self.about, self.num_classes = (batch.kind, None, batch.multilabel), batch.scores.shape[1]
+            self.device = batch.scores.device
             names += batch.ids or ()
             for index in range(len(batch)):
                 one = batch.image(index)
                 parts = [None if part is None else part.cpu().clone() for part in (one.scores, one.labels, one.mask)]
                 torch.save(parts, self._path(self.count))
                 self.count += 1
-        self.num_classes = stream.num_classes
+        if not self.count:
+            raise InputError("the source yields no batch", expected="at least one")
         self.ids = names or None
         self.notes = (f"the source can be read only once: its {self.count} images are kept in {self.folder}",)
 
@@ -291,7 +348,13 @@ class _Stored(_Images):
     def image(self, index: int) -> Batch:
         scores, labels, mask = torch.load(self._path(index), mmap=True, weights_only=True)
         there = self.device
-        return Batch(scores.to(there), labels.to(there), None if mask is None else mask.to(there), self.kind)
+        return Batch(scores.to(there), labels.to(there), None if mask is None else mask.to(there), *self.about)
+
+
+def check_order(source: Any) -> None:
+    """Raise if names or groups given in order cannot be those of the images."""
+    if isinstance(source, DataLoader) and isinstance(source.sampler, RandomSampler):
+        raise InputError("ids or groups come with a DataLoader that shuffles", expected="shuffle=False")
 
 
 def _loader_length(source: Any) -> int | None:

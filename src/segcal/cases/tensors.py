@@ -24,16 +24,20 @@ _TENSOR_CASES = 10
 
 @dataclass(frozen=True)
 class Batch:
-    """Scores ``(N, C, *spatial)``, labels and mask ``(N, *spatial)`` of N images, and their names if they have any."""
+    """Scores ``(N, C, *spatial)``, labels and mask ``(N, *spatial)`` of N images, and their names if they have any.
+
+    Labels of multi-label data are ``(N, C, *spatial)``: 0 outside and 1 inside of each channel.
+    """
 
     scores: Tensor
     labels: Tensor
     mask: Tensor | None
     kind: Kind
     ids: tuple[str, ...] | None = None
+    multilabel: bool = False
 
     @classmethod
-    def of(cls, given: Any, kind: Kind) -> Batch:
+    def of(cls, given: Any, kind: Kind, *, multilabel: bool = False) -> Batch:
         """Check a pair ``(logits, labels)`` or a dict with these names, of tensors or arrays."""
         check_name("kind", kind, get_args(Kind))
         if isinstance(given, Mapping):
@@ -52,37 +56,47 @@ class Batch:
                 f"the batch is {_in_words(given)}",
                 expected="(logits, labels), or a dict of logits or probs, labels, and perhaps mask and id",
             )
-        return cls.checked(scores, labels, mask, kind, ids)
+        return cls.checked(scores, labels, mask, kind, ids, multilabel=multilabel)
 
     @classmethod
-    def checked(cls, scores: Any, labels: Any, mask: Any, kind: Kind, ids: Any = None) -> Batch:
+    def checked(
+        cls, scores: Any, labels: Any, mask: Any, kind: Kind, ids: Any = None, *, multilabel: bool = False
+    ) -> Batch:
         """Check shapes and types. Labels and masks may have a channel axis of length 1."""
         scores, labels = _tensor("logits", scores), _tensor("labels", labels)
         if 0 in scores.shape:
             raise InputError(f"logits have shape {tuple(scores.shape)}", expected="at least one voxel")
-        labels = checked_labels(scores, labels)
+        labels = _channel_labels(scores, labels) if multilabel else checked_labels(scores, labels)
         if mask is not None:
-            mask = _tensor("mask", mask)
-            mask = checked_mask(mask.squeeze(1) if mask.ndim == labels.ndim + 1 else mask, labels, "mask")
+            mask, like = _tensor("mask", mask), labels[:, 0] if multilabel else labels
+            mask = checked_mask(mask.squeeze(1) if mask.ndim == like.ndim + 1 else mask, like, "mask")
         if scores.ndim == 2:  # (N, C) is a row of N voxels
             scores, labels, mask = scores.T[None], labels[None], None if mask is None else mask[None]
-        if kind == "logits" and sum_to_one(scores):
+        if kind == "logits" and (_in_unit_interval(scores) if multilabel else sum_to_one(scores)):
+            sums, map = ("", "sigmoid") if multilabel else (" and sum to 1 over the classes", "softmax")
             raise InputError(
-                "the values are in [0, 1] and sum to 1 over the classes: these look like probabilities",
+                f"the values are in [0, 1]{sums}: these look like probabilities",
                 expected="logits, as declared",
-                fix="segcal.cases_from(..., kind='probs'), or give the values before the softmax",
+                fix=f"say kind='probs', or give the values before the {map}",
             )
-        return cls(scores.detach(), labels, mask, kind, None if ids is None else _names(ids, len(scores)))
+        names = None if ids is None else _names(ids, len(scores))
+        return cls(scores.detach(), labels, mask, kind, names, multilabel)
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def check_values(self, ignore_index: int) -> None:
         """Raise if a label that counts is of no class."""
+        classes = 2 if self.multilabel else self.scores.shape[1]
         lowest, highest = torch.stack(torch.aminmax(self.labels)).tolist()
-        if lowest < 0 or highest >= self.scores.shape[1]:
-            counting = self.labels if self.mask is None else self.labels.where(self.mask, ignore_index)
-            check_labels(counting.cpu().numpy(), self.scores.shape[1], ignore_index)
+        if lowest < 0 or highest >= classes:
+            mask = self._mask_of_labels()
+            counting = self.labels if mask is None else self.labels.where(mask, ignore_index)
+            check_labels(counting.cpu().numpy(), classes, ignore_index)
+
+    def _mask_of_labels(self) -> Tensor | None:
+        """The mask, for every channel of multi-label data."""
+        return self.mask.unsqueeze(1).expand_as(self.labels) if self.multilabel and self.mask is not None else self.mask
 
     def image(self, index: int) -> Batch:
         """One of the images."""
@@ -94,8 +108,11 @@ class Batch:
 
     def case(self, id: str, ignore_index: int) -> Case:
         """The images as a case, with logits in float32 as files give them."""
-        logits = canonical_logits(self.scores, self.kind).float()
-        return Case(TensorSource(id, logits, self.labels.long(), self.mask, ignore_index))
+        logits = canonical_logits(self.scores, self.kind, multilabel=self.multilabel).float()
+        labels, mask = self.labels.long(), self._mask_of_labels()
+        if self.multilabel:
+            labels, mask = labels.flatten(0, 1), None if mask is None else mask.flatten(0, 1)
+        return Case(TensorSource(id, logits, labels, mask, ignore_index))
 
 
 def is_pair(given: Any) -> bool:
@@ -166,6 +183,44 @@ def _tensor(name: str, given: Any) -> Tensor:
     with warnings.catch_warnings():  # Nothing writes into it.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def _channel_labels(scores: Tensor, labels: Tensor) -> Tensor:
+    """Labels ``(N, K, *spatial)`` of scores of K channels; ``(N, *spatial)`` will do for one channel."""
+    if scores.ndim < 3 or not scores.is_floating_point():
+        raise InputError(
+            f"logits have shape {tuple(scores.shape)} and dtype {scores.dtype}",
+            expected="(N, channels, *spatial), floating point",
+        )
+    if scores.shape[1] == 1 and labels.ndim == scores.ndim - 1:
+        labels = labels.unsqueeze(1)
+    if labels.shape != scores.shape:
+        raise InputError(
+            f"labels have shape {tuple(labels.shape)}",
+            expected=f"{tuple(scores.shape)}, as the logits have: for every channel 0 outside and 1 inside",
+        )
+    return whole_numbers(labels)
+
+
+def whole_numbers(labels: Tensor) -> Tensor:
+    """Labels of an integer type: bool or floats that are whole numbers are converted, others are an error.
+
+    Examples:
+        >>> whole_numbers(torch.tensor([0.0, 1.0]))
+        tensor([0, 1])
+    """
+    if not labels.is_floating_point() and labels.dtype != torch.bool:
+        return labels
+    whole = labels.long()
+    if not torch.equal(whole.to(labels.dtype), labels):
+        raise InputError(f"labels have dtype {labels.dtype}, and are not all whole numbers", expected="class indices")
+    return whole
+
+
+def _in_unit_interval(scores: Tensor) -> bool:
+    """Whether logits of sigmoid channels look like probabilities."""
+    lowest, highest = torch.aminmax(scores)
+    return bool((lowest >= 0) & (highest <= 1))
 
 
 def _usual(tensor: Tensor) -> Tensor:

@@ -271,11 +271,14 @@ class TrustCalibration(Calibrator):
         logits = self._checked(logits, image)
         flat = logits.ndim == 2
         whole, *others = (z.unsqueeze(-1) if flat else z for z in (logits, *members))
-        # as many images at once as fit a tile, for tiles of rows need a halo
-        count = images_at_once(whole.shape, whole.device)
-        batches = zip(*(torch.split(z, count) for z in (whole, *others)), strict=True)
-        parts = [self._of_batch(own, others) for own, *others in batches]
-        result = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if recording():  # of any number of images
+            result = self._of_batch(whole, others)
+        else:
+            # as many images at once as fit a tile, for tiles of rows need a halo
+            count = images_at_once(whole.shape, whole.device)
+            batches = zip(*(torch.split(z, count) for z in (whole, *others)), strict=True)
+            parts = [self._of_batch(own, others) for own, *others in batches]
+            result = torch.cat(parts) if len(parts) > 1 else parts[0]
         return result.squeeze(-1) if flat else result
 
     def _of_batch(self, logits: Tensor, members: Sequence[Tensor]) -> Tensor:

@@ -167,7 +167,7 @@ def features(maps: VoxelMaps, totals: ImageTotals, size: int | None = None) -> T
     around = _around(planes, sums, totals.predicted.shape[1]).to(like.dtype)
     around = around.reshape(*winner.shape[:-2], around.shape[1], *winner.shape[-2:]).movedim(-3, 1)
     own = share.gather(1, winner.flatten(1)).view(winner.shape).unsqueeze(1)
-    means = means.view(len(winner), 2, *[1] * (winner.ndim - 1)).expand(-1, -1, *winner.shape[1:])
+    means = means.view(-1, 2, *[1] * (winner.ndim - 1)).expand(-1, -1, *winner.shape[1:])
     return torch.cat((like, around, own.to(like.dtype), means.to(like.dtype)), 1)
 
 
@@ -235,7 +235,8 @@ def boundary_distance(winner: Tensor) -> Tensor:
     right = torch.where(edge, here, far + winner.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
     along = torch.minimum(here - left, right - here).clamp(max=REACH).square()
     nearest = along
-    for step in range(1, min(REACH, winner.shape[-2])):
+    # beyond the last row nothing is near
+    for step in range(1, REACH if recording() else min(REACH, winner.shape[-2])):
         beyond = nn.functional.pad(along, (0, 0, step, step), value=REACH**2) + step * step
         rows = winner.shape[-2]
         nearest = torch.minimum(nearest, torch.minimum(beyond[:, :rows], beyond[:, 2 * step :]))
