@@ -20,7 +20,7 @@ from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import hold_out
 from segcal.fitting.limits import BETA, Limits
 from segcal.fitting.measured import compared, mean_loss
-from segcal.kernels import cuda_kernels, fast_maps
+from segcal.kernels import cuda_kernels, fast_maps, recording
 from segcal.scores import DEPTH, at_least_float32, keep_argmax
 from segcal.types import Case, moved, row_slices
 
@@ -280,6 +280,8 @@ class ImageTemperatureScaling(LocalTemperatureScaling):
 
 
 def _row_slices(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
+    if recording():  # of an image of any size
+        return iter((slice(0, shape[2]),))
     return row_slices(shape, values_at_once(device, TILE_VALUES, _DEVICE_TILE_VALUES, _BYTES))
 
 

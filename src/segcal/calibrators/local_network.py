@@ -9,6 +9,7 @@ holds exactly the values that the whole padded image has there.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -180,6 +181,13 @@ def mirrored(start: int, stop: int, size: int) -> list[int]:
     return [min(place % period, -place % period) for place in range(start, stop)]
 
 
+def _recorded_mirror(start: int, stop: int, size: int, device: torch.device) -> Tensor:
+    """``mirrored`` by operations that are recorded, so that they follow an axis of any size."""
+    places = torch.arange(start, stop, device=device)
+    period = (2 * torch.arange(size, device=device)[-1]).clamp(min=1)
+    return torch.minimum(places % period, -places % period)
+
+
 @lru_cache(maxsize=256)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Positions as a tensor; windows of images of one size share them, and a GPU need not wait for them again."""
@@ -193,16 +201,22 @@ class Window(NamedTuple):
     size: tuple[int, ...]
     axes: int  # axes of the kernel; one in the plane treats the slices of a volume separately
 
-    def _places(self) -> list[list[int]]:
+    def _halos(self) -> list[tuple[int, int, int]]:
+        """Start, stop and size of every axis, halo included."""
         halos = [0] * (len(self.size) - self.axes) + [HALO] * self.axes
         return [
-            mirrored(start - halo, stop + halo, length)
+            (start - halo, stop + halo, length)
             for (start, stop), halo, length in zip(self.ranges, halos, self.size, strict=True)
         ]
+
+    def _places(self) -> list[list[int]]:
+        return [mirrored(*own) for own in self._halos()]
 
     @property
     def source(self) -> slice:
         """The rows to read, halo included."""
+        if recording():  # the box is the whole image, of a size that may not be known
+            return slice(0, self.size[0])
         rows = self._places()[0]
         return slice(min(rows), max(rows) + 1)
 
@@ -213,18 +227,26 @@ class Window(NamedTuple):
 
     def padded(self, tensor: Tensor) -> Tensor:
         """The box with its halo; if the kernel is in the plane, the slices of a volume become batch items."""
-        rows, *others = self._places()
-        first = self.source.start
         # Channels last: rows and columns are copied in runs, and the convolution is up to three times as fast.
         tensor = tensor.movedim(1, -1).contiguous()
-        for axis, places in enumerate(([row - first for row in rows], *others), start=1):
-            if places != list(range(tensor.shape[axis])):
-                # What is recorded must not be kept: it stands for a tensor, but is none.
-                index = torch.tensor(places) if recording() else _index(tuple(places), tensor.device)
-                tensor = tensor.index_select(axis, index.to(tensor.device))
+        for axis, index in enumerate(self._indices(tensor.device), start=1):
+            if index is not None:
+                tensor = tensor.index_select(axis, index)
         if len(self.size) > self.axes:
             tensor = tensor.flatten(0, 1)
         return tensor.movedim(-1, 1)
+
+    def _indices(self, device: torch.device) -> Iterator[Tensor | None]:
+        """The positions of every axis in ``source``; None for an axis that is read as it is."""
+        if recording():
+            for start, stop, length in self._halos():
+                yield _recorded_mirror(start, stop, length, device)
+            return
+        rows, *others = self._places()
+        first, stop = self.source.start, self.source.stop
+        lengths = stop - first, *self.size[1:]
+        for places, length in zip(([row - first for row in rows], *others), lengths, strict=True):
+            yield None if places == list(range(length)) else _index(tuple(places), device)
 
 
 def check_space(spatial: tuple[int, ...], axes: int) -> None:
@@ -246,7 +268,7 @@ def check_image(image: Tensor | None, channels: int, shape: tuple[int, ...]) -> 
         )
     if image.shape[1] != channels:
         raise InputError(f"the image has {image.shape[1]} channels", expected=f"image_channels = {channels}")
-    if not bool(torch.isfinite(image).all()):
+    if not recording() and not bool(torch.isfinite(image).all()):
         raise InputError(
             "the image holds NaN or infinite values", expected="numbers", fix="write 0 where there are none"
         )

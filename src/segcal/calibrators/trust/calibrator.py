@@ -257,7 +257,6 @@ class TrustCalibration(Calibrator):
             return level(odds, scores, tile.winner)
         return scores, kernels.level(scores, odds, tile.winner, BELOW)
 
-    @torch.no_grad()
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         """``forward``; of members' logits also their disagreement is seen, which counts as average without them."""
         members: Sequence[Tensor] = ()
@@ -268,14 +267,21 @@ class TrustCalibration(Calibrator):
                 raise InputError(f"{len(members)} ensemble members", expected=expected)
             space: Kind = "probs" if self.pooled_probs else "logits"
             logits = pool((at_least_float32(z) for z in members), space).to(members[0].dtype)
-        logits = self._checked(logits, image)
+        return self.of_pooled(self._checked(logits, image), members)
+
+    @torch.no_grad()
+    def of_pooled(self, logits: Tensor, members: Sequence[Tensor] = ()) -> Tensor:
+        """``forward`` of pooled logits ``(N, C, *spatial)``, with those of the members, if there are any, beside."""
         flat = logits.ndim == 2
         whole, *others = (z.unsqueeze(-1) if flat else z for z in (logits, *members))
-        # as many images at once as fit a tile, for tiles of rows need a halo
-        count = images_at_once(whole.shape, whole.device)
-        batches = zip(*(torch.split(z, count) for z in (whole, *others)), strict=True)
-        parts = [self._of_batch(own, others) for own, *others in batches]
-        result = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if recording():  # of any number of images
+            result = self._of_batch(whole, others)
+        else:
+            # as many images at once as fit a tile, for tiles of rows need a halo
+            count = images_at_once(whole.shape, whole.device)
+            batches = zip(*(torch.split(z, count) for z in (whole, *others)), strict=True)
+            parts = [self._of_batch(own, others) for own, *others in batches]
+            result = torch.cat(parts) if len(parts) > 1 else parts[0]
         return result.squeeze(-1) if flat else result
 
     def _of_batch(self, logits: Tensor, members: Sequence[Tensor]) -> Tensor:

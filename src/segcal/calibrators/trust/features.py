@@ -91,9 +91,10 @@ def voxel_maps(logits: Tensor, beta: Tensor, size: int | None = None) -> VoxelMa
     a softmax (NaN, infinite), which a mask may hide, count as undecided between all classes.
     """
     exact = at_least_float32(logits)
-    found = _voxel_maps(exact, beta, size)
-    if recording() or int(found.totals.predicted.sum()) == found.winner.numel():
-        return found
+    if not recording():
+        found = _voxel_maps(exact, beta, size)
+        if int(found.totals.predicted.sum()) == found.winner.numel():
+            return found
     return _voxel_maps(exact.masked_fill(~exact.amax(1, keepdim=True).isfinite(), 0.0), beta, size)
 
 
@@ -167,7 +168,7 @@ def features(maps: VoxelMaps, totals: ImageTotals, size: int | None = None) -> T
     around = _around(planes, sums, totals.predicted.shape[1]).to(like.dtype)
     around = around.reshape(*winner.shape[:-2], around.shape[1], *winner.shape[-2:]).movedim(-3, 1)
     own = share.gather(1, winner.flatten(1)).view(winner.shape).unsqueeze(1)
-    means = means.view(len(winner), 2, *[1] * (winner.ndim - 1)).expand(-1, -1, *winner.shape[1:])
+    means = means.view(-1, 2, *[1] * (winner.ndim - 1)).expand(-1, -1, *winner.shape[1:])
     return torch.cat((like, around, own.to(like.dtype), means.to(like.dtype)), 1)
 
 
@@ -200,7 +201,7 @@ def window_sum(values: Tensor, side: int) -> Tensor:
     """
     for axis in (-2, -1):
         length, half = values.shape[axis], side // 2
-        total = values.cumsum(axis)
+        total = values.cumsum(axis, dtype=values.dtype)
         here = torch.arange(length, device=values.device)
         upper = total.index_select(axis, (here + half).clamp(max=length - 1))
         before = here - half - 1
@@ -212,8 +213,12 @@ def window_sum(values: Tensor, side: int) -> Tensor:
 
 def same_count(winner: Tensor, side: int, classes: int) -> Tensor:
     """How many voxels of the window around each have its own prediction ``(B, H, W)`` int64."""
+    if recording():  # which classes there are is not known: all at once, in as much memory as the logits take
+        each = torch.arange(classes, device=winner.device).view(-1, 1, 1)
+        counts = window_sum((winner.unsqueeze(1) == each).int(), side)
+        return counts.gather(1, winner.unsqueeze(1)).squeeze(1).long()
     found = torch.zeros_like(winner)
-    for label in range(classes) if recording() else torch.unique(winner).tolist():
+    for label in torch.unique(winner).tolist():
         own = winner == label
         found = torch.where(own, window_sum(own.long(), side), found)
     return found
@@ -222,21 +227,27 @@ def same_count(winner: Tensor, side: int, classes: int) -> Tensor:
 def boundary_distance(winner: Tensor) -> Tensor:
     """Distance of every voxel to the nearest one beside another prediction, at most ``REACH``: ``(B, H, W)`` float32.
 
-    Exact and the same on every device: along rows by running maxima, then over the nearest rows.
+    Exact and the same on every device: along rows by steps that double, then over the nearest rows.
 
     Examples:
         >>> boundary_distance(torch.tensor([[[0, 0, 0, 1, 1]]]))
         tensor([[[2., 1., 0., 0., 1.]]])
     """
     edge = label_boundary(winner, torch.ones_like(winner, dtype=torch.bool))
-    here = torch.arange(winner.shape[-1], device=winner.device).expand(winner.shape)
-    far = 2 * REACH + winner.shape[-1]
-    left = torch.where(edge, here, -far).cummax(-1).values
-    right = torch.where(edge, here, far + winner.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
-    along = torch.minimum(here - left, right - here).clamp(max=REACH).square()
-    nearest = along
-    for step in range(1, min(REACH, winner.shape[-2])):
-        beyond = nn.functional.pad(along, (0, 0, step, step), value=REACH**2) + step * step
-        rows = winner.shape[-2]
-        nearest = torch.minimum(nearest, torch.minimum(beyond[:, :rows], beyond[:, 2 * step :]))
-    return nearest.float().sqrt().clamp_(max=REACH)
+    along = torch.where(edge, 0, REACH)
+    for step in (1, 2, 4, 8, 16):  # every distance below REACH = 32 is a sum of some of them
+        beside = _beside(nn.functional.pad(along, (step, step), value=REACH), -1, step)
+        along = torch.minimum(along, beside + step)
+    nearest = along = along.square()
+    steps = REACH - 1 if recording() else min(REACH, winner.shape[-2]) - 1
+    padded = nn.functional.pad(along, (0, 0, steps, steps), value=REACH**2)
+    for step in range(1, steps + 1):
+        around = padded.narrow(-2, steps - step, winner.shape[-2] + 2 * step)
+        nearest = torch.minimum(nearest, _beside(around, -2, step) + step * step)
+    return nearest.float().sqrt()
+
+
+def _beside(padded: Tensor, axis: int, step: int) -> Tensor:
+    """The lesser of what lies so many steps before and behind, in values padded by so many."""
+    length = padded.shape[axis] - 2 * step
+    return torch.minimum(padded.narrow(axis, 0, length), padded.narrow(axis, 2 * step, length))

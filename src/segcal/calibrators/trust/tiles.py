@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segcal.calibrators.trust.features import REACH, ImageTotals, disagreement, features, voxel_maps
 from segcal.cases.device import values_at_once
+from segcal.kernels import recording
 from segcal.types import Case, row_slices
 
 # Scores in a tile; a tile of an image also has a halo of REACH + 1 rows on each side.
@@ -80,7 +81,8 @@ def images_at_once(shape: Sequence[int], device: torch.device) -> int:
 def tiles(images: Images, beta: Tensor) -> Iterator[Tile]:
     """The tiles of images, in order. Sums over whole images take a read of their own if there is more than one tile."""
     shape, size = images.shape, math.prod(images.shape)
-    spans = list(row_slices(shape, _tile_values(shape, images.device)))
+    whole = slice(0, shape[2])
+    spans = [whole] if recording() else list(row_slices(shape, _tile_values(shape, images.device)))
     halo = REACH + 1 if len(shape) == 4 and len(spans) > 1 else 0
     once = images.read(spans[0]) if len(spans) == 1 else None
     maps = None if once is None else voxel_maps(once, beta, size)
