@@ -182,10 +182,10 @@ def _around(winner: Tensor, sums: Tensor, classes: int) -> Tensor:
     """The features of windows ``(B, 1 + 3 windows, H, W)``, from ``winner (B, H, W)`` and ``sums (B, 2, H, W)``."""
     parts = [boundary_distance(winner).log1p().unsqueeze(1)]
     for side in WINDOWS:
-        count = window_sum(torch.ones_like(winner[:1]), side)
+        count = window_size(winner, side)
         parts += [
             (same_count(winner, side, classes) / count).unsqueeze(1),
-            window_sum(sums.long(), side) / (count.unsqueeze(1) * _UNIT),
+            window_sum(sums.long(), side) / (count * _UNIT),
         ]
     return torch.cat([part.float() for part in parts], 1)
 
@@ -199,16 +199,22 @@ def window_sum(values: Tensor, side: int) -> Tensor:
                  [6, 9, 9, 6],
                  [4, 6, 6, 4]]])
     """
+    half = side // 2
     for axis in (-2, -1):
-        length, half = values.shape[axis], side // 2
-        total = values.cumsum(axis, dtype=values.dtype)
-        here = torch.arange(length, device=values.device)
-        upper = total.index_select(axis, (here + half).clamp(max=length - 1))
-        before = here - half - 1
-        shape = [length if a == axis else 1 for a in (-2, -1)]
-        lower = torch.where(before.view(shape) >= 0, total.index_select(axis, before.clamp(min=0)), 0)
-        values = upper - lower
+        beyond = (half + 1, half) if axis == -1 else (0, 0, half + 1, half)
+        total = nn.functional.pad(values, beyond).cumsum(axis, dtype=values.dtype)
+        length = values.shape[axis]
+        values = total.narrow(axis, side, length) - total.narrow(axis, 0, length)
     return values
+
+
+def window_size(winner: Tensor, side: int) -> Tensor:
+    """How many voxels the window of this side around each of ``winner (..., H, W)`` has: ``(H, W)`` int64."""
+    spans = []
+    for length in winner.shape[-2:]:
+        here = torch.arange(length, device=winner.device)
+        spans.append((here + side // 2).clamp(max=length - 1) - (here - side // 2).clamp(min=0) + 1)
+    return spans[0].unsqueeze(1) * spans[1]
 
 
 def same_count(winner: Tensor, side: int, classes: int) -> Tensor:
@@ -236,18 +242,17 @@ def boundary_distance(winner: Tensor) -> Tensor:
     edge = label_boundary(winner, torch.ones_like(winner, dtype=torch.bool))
     along = torch.where(edge, 0, REACH)
     for step in (1, 2, 4, 8, 16):  # every distance below REACH = 32 is a sum of some of them
-        beside = _beside(nn.functional.pad(along, (step, step), value=REACH), -1, step)
+        beside = _beside(nn.functional.pad(along, (step, step), value=REACH), -1, step, step)
         along = torch.minimum(along, beside + step)
     nearest = along = along.square()
     steps = REACH - 1 if recording() else min(REACH, winner.shape[-2]) - 1
     padded = nn.functional.pad(along, (0, 0, steps, steps), value=REACH**2)
     for step in range(1, steps + 1):
-        around = padded.narrow(-2, steps - step, winner.shape[-2] + 2 * step)
-        nearest = torch.minimum(nearest, _beside(around, -2, step) + step * step)
+        nearest = torch.minimum(nearest, _beside(padded, -2, steps, step) + step * step)
     return nearest.float().sqrt()
 
 
-def _beside(padded: Tensor, axis: int, step: int) -> Tensor:
-    """The lesser of what lies so many steps before and behind, in values padded by so many."""
-    length = padded.shape[axis] - 2 * step
-    return torch.minimum(padded.narrow(axis, 0, length), padded.narrow(axis, 2 * step, length))
+def _beside(padded: Tensor, axis: int, border: int, step: int) -> Tensor:
+    """The lesser of what lies so many steps before and behind, within values that have a border of padding."""
+    length = padded.shape[axis] - 2 * border
+    return torch.minimum(padded.narrow(axis, border - step, length), padded.narrow(axis, border + step, length))

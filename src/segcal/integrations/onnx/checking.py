@@ -20,8 +20,8 @@ _ROUNDING = 1e-6
 # Batch and spatial sizes by the number of axes; none is the traced one, and some are smaller than any neighbourhood.
 _SIZES: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {
     0: ((1, ()), (500, ())),
-    2: ((1, (1, 3)), (3, (21, 34))),
-    3: ((1, (1, 3, 2)), (2, (4, 9, 17))),
+    2: ((1, (1, 2)), (3, (21, 34))),
+    3: ((1, (1, 1, 2)), (2, (4, 9, 17))),
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 from segcal.calibrators import Calibrator, Ensemble, TrustCalibration
 from segcal.files.plain import plain
@@ -100,7 +99,7 @@ def traced(deployed: Deployed, dims: int, opset: int) -> Any:
     names = AXES[dims]
     example = deployed.example(2, [_TRACED[name] for name in names])
     deployed(*example)  # what does not suit is an error here, with numbers for sizes
-    sizes = {0: Dim("batch", min=1), **{2 + axis: Dim(name, min=1) for axis, name in enumerate(names)}}
+    sizes = {0: "batch", **{2 + axis: name for axis, name in enumerate(names)}}
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             deployed,
@@ -119,8 +118,9 @@ def traced(deployed: Deployed, dims: int, opset: int) -> Any:
     del model.metadata_props[:]
     for key, text in _about(deployed.calibrator).items():
         model.metadata_props.add(key=f"segcal.{key}", value=text)
-    for node in model.graph.node:  # where each operation came from, with paths of this machine
-        del node.metadata_props[:]
+    graph = model.graph
+    for part in (*graph.node, *graph.input, *graph.output, *graph.value_info):
+        del part.metadata_props[:]  # where each came from, with paths of this machine
     return model
 
 

@@ -23,10 +23,10 @@ Value = Any
 
 def log1p(x: Value) -> Value:
     """``log(1 + x)`` of a finite x: what rounding ``1 + x`` loses cancels in ``log(1 + x) x / ((1 + x) - 1)``."""
-    rounded = op.Add(x, 1.0)
-    change = op.Sub(rounded, 1.0)
-    tiny = op.Equal(change, 0.0)
-    return op.Where(tiny, x, op.Mul(op.Log(rounded), op.Div(x, op.Where(tiny, 1.0, change))))
+    one = op.CastLike(1.0, x)
+    rounded = op.Add(x, one)
+    tiny, change = op.Equal(rounded, one), op.Sub(rounded, one)
+    return op.Where(tiny, x, op.Mul(op.Log(rounded), op.Div(x, op.Where(tiny, one, change))))
 
 
 def log_sigmoid(x: Value) -> Value:
@@ -43,7 +43,7 @@ def logaddexp(x: Value, y: Value) -> Value:
     """``log(exp(x) + exp(y))``, from the larger one; -inf if both are."""
     high, low = op.Max(x, y), op.Min(x, y)
     impossible = op.IsInf(high)
-    gap = op.Where(impossible, 0.0, op.Sub(low, high))
+    gap = op.Where(impossible, op.CastLike(0.0, high), op.Sub(low, high))
     return op.Where(impossible, high, op.Add(high, log1p(op.Exp(gap))))
 
 
