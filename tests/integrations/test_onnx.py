@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from calibrators.local_cases import untrained
-from multilabel import channels, stacked
 from torch import nn
 
 import segcal
+from calibrators.local_cases import untrained
+from multilabel import channels, stacked
 from segcal.calibrators import CALIBRATORS, Ensemble, LocalTemperatureScaling, TemperatureScaling
 from segcal.errors import DataError, InputError, OutputError, SegcalError
 from segcal.integrations.onnx import export
@@ -82,7 +82,9 @@ def assert_same(fitted, graph, z, *image):
     found, expected = run_graph(graph, z, *image), fitted(z, *image)
     assert found.shape == expected.shape
     assert torch.equal(found.isneginf(), expected.isneginf())
-    far = (found.exp() - expected.exp()).abs() > 1e-5
+    exact = fitted(z.double(), *image).exp()
+    rounding = (expected.exp() - exact).abs().max()  # some maps are steep: it is what float32 loses in PyTorch, too
+    far = (found.exp() - exact).abs() > 1e-5 + 4 * rounding
     assert far.float().mean() <= (0.01 if fitted.id in STEPS else 0)
     assert torch.allclose(found.exp().sum(1), torch.ones(()), atol=1e-5)
     if fitted.preserves:
@@ -306,7 +308,12 @@ def test_operations_to_the_last_digits(tmp_path):
     x[-1] = -torch.inf
     edges = random(500, 5).sort(1).values * 60
     program = torch.onnx.export(
-        Operations().eval(), (x, edges), dynamo=True, verbose=False, custom_translation_table=TRANSLATIONS, opset_version=18
+        Operations().eval(),
+        (x, edges),
+        dynamo=True,
+        verbose=False,
+        custom_translation_table=TRANSLATIONS,
+        opset_version=18,
     )
     program.save(tmp_path / "operations.onnx")
     found = session(tmp_path / "operations.onnx").run(None, {"x": x.numpy(), "edges": edges.numpy()})

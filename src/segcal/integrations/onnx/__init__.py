@@ -6,7 +6,7 @@ import copy
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from segcal.calibrators import Calibrator
 from segcal.errors import InputError, OutputError, SegcalError, check_name, import_extra
@@ -67,6 +67,12 @@ def export(
         model: An ONNX file of a network. The calibrator is put behind it; its inputs, and outputs other than the
             logits, stay.
         logits: The model's output that is calibrated, if it has several; one for each member of an ensemble.
+
+    Examples:
+        >>> import segcal
+        >>> calibrator = segcal.calibrators.TemperatureScaling().fit(segcal.synthetic.scenes(4, size=(32, 40)))
+        >>> export(calibrator, "cal.onnx").inputs  # doctest: +SKIP
+        ('logits',)
     """
     for name in ("onnx", "onnxscript"):
         import_extra(name, "onnx", "exporting to ONNX")
@@ -113,5 +119,5 @@ def export(
     return Exported(names[0], names[1], opset, difference, model_checked)
 
 
-def _opset(graph: object) -> int:
-    return next(own.version for own in graph.opset_import if own.domain == "")  # type: ignore[attr-defined]
+def _opset(graph: Any) -> int:
+    return next(int(own.version) for own in graph.opset_import if own.domain == "")

@@ -68,10 +68,11 @@ def check_merged(content: bytes, model: bytes, logits: Sequence[str], deployed: 
 
 
 def compare(deployed: Deployed, inputs: Sequence[Tensor], found: Tensor) -> float:
-    """The largest difference of a probability between what a runtime found for these inputs and PyTorch; see ``check``."""
+    """``check`` for what a runtime found for these inputs."""
     with torch.no_grad():
         expected = deployed(*inputs)
-        around = torch.stack([expected, *(deployed(*_scaled(deployed, inputs, 1 + s)) for s in (-_ROUNDING, _ROUNDING))])
+        nearby = [deployed(*_scaled(deployed, inputs, scale)) for scale in (1 - _ROUNDING, 1 + _ROUNDING)]
+    around = torch.stack([expected, *nearby])
     logarithms = deployed.returns == "log-probs"
     if found.shape != expected.shape or not torch.equal(found.isneginf(), expected.isneginf()):
         raise _differs(f"shape {tuple(found.shape)} or impossible classes differ from those of PyTorch")

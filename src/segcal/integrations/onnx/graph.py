@@ -44,7 +44,8 @@ class Deployed(nn.Module):
         one = calibrator.per_channel[0] if calibrator.channels is not None else calibrator
         self.multilabel, self.image_channels = calibrator.channels is not None, one.image_channels
         #: Members of an ensemble that are pooled; 0 if one tensor comes.
-        self.members, self.space = 0, cast(Kind, "logits")
+        self.members = 0
+        self.space: Kind = "logits"
         if isinstance(one, Ensemble | TrustCalibration):
             self.members = int(one.members)
             self.space = one.space if isinstance(one, Ensemble) else "probs" if one.pooled_probs else "logits"
@@ -88,7 +89,8 @@ class Deployed(nn.Module):
     def example(self, batch: int, spatial: Sequence[int], seed: int = 0) -> list[Tensor]:
         """Random inputs of a size."""
         generator = torch.Generator().manual_seed(seed)
-        logits = [4 * torch.randn(batch, self.channels, *spatial, generator=generator) for _ in range(self.members or 1)]
+        shape = (batch, self.channels, *spatial)
+        logits = [4 * torch.randn(shape, generator=generator) for _ in range(self.members or 1)]
         if not self.image_channels:
             return logits
         return [*logits, torch.randn(batch, self.image_channels, *spatial, generator=generator)]

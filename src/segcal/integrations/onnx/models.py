@@ -33,7 +33,8 @@ def read_model(path: str | Path, logits: Sequence[str], deployed: Deployed) -> M
         proto = onnx.load(str(path))
         proto = onnx.shape_inference.infer_shapes(proto)
     except Exception as error:  # protobuf, files that are missing, data beside them
-        raise DataError(f"cannot be read ({type(error).__name__}: {error})", where=where, expected="an ONNX file") from None
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        raise DataError(problem, where=where, expected="an ONNX file") from None
     opset = next((own.version for own in proto.opset_import if own.domain in ("", "ai.onnx")), 0)
     if opset < OPSET:
         raise DataError(

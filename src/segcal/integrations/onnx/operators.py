@@ -11,7 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from onnxscript import opset18 as op
+
+try:
+    from onnxscript import opset18 as op
+except ImportError:  # ``export`` names the extra
+    op = None
 
 # In float32, x (1 - this) rounds to the next number below a positive x, and x (1 + this) to that below a negative one:
 # it is a little more than half of the distance between neighbours at 1 (Rump, Ogita and Oishi 2009).
@@ -84,7 +88,7 @@ def _scan(x: Value, dim: int, combine: Callable[[Value, Value], Value], neutral:
 
 
 def searchsorted(edges: Value, x: Value) -> Value:
-    """How many of the rising ``edges (n,)`` are below each x, or of ``edges (rows, n)`` below each of ``x (rows, m)``."""
+    """How many of the rising ``edges (n,)`` are below each x; or of ``edges (rows, n)``, for ``x (rows, m)``."""
     length = edges.shape[-1]
     found = op.Expand([0], op.Shape(x))
     if not length:
