@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 # Guides that need other libraries: tests/integrations runs them.
-ELSEWHERE = {"docs/lightning.md", "docs/monai.md", "docs/recipes.md"}
+ELSEWHERE = {"docs/deploy.md", "docs/lightning.md", "docs/monai.md", "docs/recipes.md"}
 # The page of the trainer has its own settings; these are for seconds instead of hours.
 TRAINING = """
 data = "study"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from segcal.evaluation.check import CheckReport, check
     from segcal.evaluation.evaluate import evaluate
     from segcal.evaluation.results import Results
+    from segcal.integrations.onnx import export
     from segcal.losses import LOSSES
     from segcal.metrics import METRICS
     from segcal.models import CalibratedNetwork, calibrate, load_calibrated
@@ -33,6 +34,7 @@ _HOMES = {
     "segcal.evaluation.check": ("CheckReport", "check"),
     "segcal.evaluation.evaluate": ("evaluate",),
     "segcal.evaluation.results": ("Results",),
+    "segcal.integrations.onnx": ("export",),
     "segcal.losses": ("LOSSES",),
     "segcal.metrics": ("METRICS",),
     "segcal.models": ("CalibratedNetwork", "calibrate", "load_calibrated"),
@@ -68,6 +70,7 @@ __all__ = [
     "check",
     "compare",
     "evaluate",
+    "export",
     "fusion",
     "load",
     "load_calibrated",

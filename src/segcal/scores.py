@@ -201,6 +201,28 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return gap - torch.log1p(others)
 
 
+def probabilities(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Probabilities ``(N, C, *spatial)`` of log-probabilities. No argmax changes by the exponential or by rounding.
+
+    Examples:
+        >>> probabilities(torch.tensor([[-0.7, -0.68615]]), torch.float16)
+        tensor([[0.4966, 0.5034]], dtype=torch.float16)
+    """
+    return keep_argmax(log_probs.exp().to(dtype), log_probs.argmax(1))
+
+
+def presence(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The probability ``(N, *spatial)`` of the second of two classes; above 0.5 exactly where it is the argmax.
+
+    Examples:
+        >>> presence(torch.tensor([[-0.7, -0.68615], [-0.1, -2.3522]]), torch.float32)
+        tensor([0.5035, 0.0951])
+    """
+    inside = (log_probs[:, 1] - log_probs[:, 0]).sigmoid().to(dtype)
+    above = 0.5 + 0.5 * torch.finfo(dtype).eps  # the next number
+    return torch.where(log_probs.argmax(1) == 1, inside.clamp(min=above), inside.clamp(max=0.5))
+
+
 def at_least_float32(logits: Tensor) -> Tensor:
     """Logits in float32, or in float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()

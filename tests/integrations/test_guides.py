@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {
+    "deploy": ("onnx", "onnxscript", "onnxruntime"),
     "lightning": ("lightning", "torchmetrics"),
     "monai": ("monai", "ignite"),
     "recipes": ("transformers", "torchvision", "segmentation_models_pytorch"),

@@ -21,7 +21,7 @@ from segcal.cases.formats import Array, ArrayFile, ArraySpec, open_array
 from segcal.cases.output import OutputFolder
 from segcal.errors import DataError, InputError
 from segcal.files.atomic import file_name
-from segcal.scores import keep_argmax
+from segcal.scores import presence, probabilities
 from segcal.types import Case
 
 # Files that nnU-Net's own tools need beside the npz files.
@@ -92,13 +92,7 @@ def as_probabilities(log_probs: Tensor, dtype: torch.dtype, *, multilabel: bool)
         tensor([[1.],
                 [0.]], dtype=torch.float16)
     """
-    winner = log_probs.argmax(1)
-    if not multilabel:
-        return keep_argmax(log_probs.exp().to(dtype), winner)[0]
-    inside = (log_probs[:, 1] - log_probs[:, 0]).sigmoid().to(dtype)
-    half = torch.full_like(inside, 0.5)
-    above = torch.nextafter(half, torch.ones_like(half))
-    return torch.where(winner == 1, torch.maximum(inside, above), torch.minimum(inside, half))
+    return presence(log_probs, dtype) if multilabel else probabilities(log_probs, dtype)[0]
 
 
 # -- beside nnU-Net's probabilities -----------------------------------------------------------------------------------

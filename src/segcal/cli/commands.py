@@ -10,6 +10,7 @@ from segcal.cli.console import show_error, stoppable
 from segcal.cli.data import check_command, pack_command, scenes_command
 from segcal.cli.demo import demo_command
 from segcal.cli.evaluate import evaluate_command
+from segcal.cli.export import export_command
 from segcal.cli.fit import apply_command, fit_command
 from segcal.cli.info import doctor_command, show_command
 from segcal.cli.nnunet import app as nnunet_app
@@ -26,6 +27,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     evaluate_command,
     fit_command,
     apply_command,
+    export_command,
     compare_command,
     show_command,
     pack_command,

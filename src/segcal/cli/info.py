@@ -39,6 +39,7 @@ _EXTRAS = {
     "torchmetrics": "torchmetrics",
     "optuna": "tune",
     "lightning": "lightning",
+    "onnx": "onnx",
 }
 
 _KEPT = {"argmax": "every label", "order": "every label, and the order of all classes"}

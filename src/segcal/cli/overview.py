@@ -13,6 +13,7 @@ SUMMARIES = {
     "evaluate": "Measure calibration and segmentation: metrics x regions, per image and pooled, with 95% intervals.",
     "fit": "Fit one calibrator, and compare metrics before and after on held-out cases.",
     "apply": "Write calibrated probabilities in the format and geometry of the input. Needs no labels.",
+    "export": "Write a calibrator as an ONNX graph, alone or behind your model.",
     "compare": "Compare calibrators on your data, and recommend one to deploy.",
     "show": "Show what is in a calibrator: its method, its map, and how the fit went.",
     "pack": "Convert any dataset to the fast layout: one uncompressed, memory-mapped array per case.",

@@ -257,7 +257,6 @@ class TrustCalibration(Calibrator):
             return level(odds, scores, tile.winner)
         return scores, kernels.level(scores, odds, tile.winner, BELOW)
 
-    @torch.no_grad()
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         """``forward``; of members' logits also their disagreement is seen, which counts as average without them."""
         members: Sequence[Tensor] = ()
@@ -268,7 +267,11 @@ class TrustCalibration(Calibrator):
                 raise InputError(f"{len(members)} ensemble members", expected=expected)
             space: Kind = "probs" if self.pooled_probs else "logits"
             logits = pool((at_least_float32(z) for z in members), space).to(members[0].dtype)
-        logits = self._checked(logits, image)
+        return self.of_pooled(self._checked(logits, image), members)
+
+    @torch.no_grad()
+    def of_pooled(self, logits: Tensor, members: Sequence[Tensor] = ()) -> Tensor:
+        """``forward`` of pooled logits ``(N, C, *spatial)``, with those of the members, if there are any, beside."""
         flat = logits.ndim == 2
         whole, *others = (z.unsqueeze(-1) if flat else z for z in (logits, *members))
         if recording():  # of any number of images

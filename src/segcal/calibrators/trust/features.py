@@ -91,9 +91,10 @@ def voxel_maps(logits: Tensor, beta: Tensor, size: int | None = None) -> VoxelMa
     a softmax (NaN, infinite), which a mask may hide, count as undecided between all classes.
     """
     exact = at_least_float32(logits)
-    found = _voxel_maps(exact, beta, size)
-    if recording() or int(found.totals.predicted.sum()) == found.winner.numel():
-        return found
+    if not recording():
+        found = _voxel_maps(exact, beta, size)
+        if int(found.totals.predicted.sum()) == found.winner.numel():
+            return found
     return _voxel_maps(exact.masked_fill(~exact.amax(1, keepdim=True).isfinite(), 0.0), beta, size)
 
 
@@ -181,10 +182,10 @@ def _around(winner: Tensor, sums: Tensor, classes: int) -> Tensor:
     """The features of windows ``(B, 1 + 3 windows, H, W)``, from ``winner (B, H, W)`` and ``sums (B, 2, H, W)``."""
     parts = [boundary_distance(winner).log1p().unsqueeze(1)]
     for side in WINDOWS:
-        count = window_sum(torch.ones_like(winner[:1]), side)
+        count = window_size(winner, side)
         parts += [
             (same_count(winner, side, classes) / count).unsqueeze(1),
-            window_sum(sums.long(), side) / (count.unsqueeze(1) * _UNIT),
+            window_sum(sums.long(), side) / (count * _UNIT),
         ]
     return torch.cat([part.float() for part in parts], 1)
 
@@ -198,22 +199,32 @@ def window_sum(values: Tensor, side: int) -> Tensor:
                  [6, 9, 9, 6],
                  [4, 6, 6, 4]]])
     """
+    half = side // 2
     for axis in (-2, -1):
-        length, half = values.shape[axis], side // 2
-        total = values.cumsum(axis)
-        here = torch.arange(length, device=values.device)
-        upper = total.index_select(axis, (here + half).clamp(max=length - 1))
-        before = here - half - 1
-        shape = [length if a == axis else 1 for a in (-2, -1)]
-        lower = torch.where(before.view(shape) >= 0, total.index_select(axis, before.clamp(min=0)), 0)
-        values = upper - lower
+        beyond = (half + 1, half) if axis == -1 else (0, 0, half + 1, half)
+        total = nn.functional.pad(values, beyond).cumsum(axis, dtype=values.dtype)
+        length = values.shape[axis]
+        values = total.narrow(axis, side, length) - total.narrow(axis, 0, length)
     return values
+
+
+def window_size(winner: Tensor, side: int) -> Tensor:
+    """How many voxels the window of this side around each of ``winner (..., H, W)`` has: ``(H, W)`` int64."""
+    spans = []
+    for length in winner.shape[-2:]:
+        here = torch.arange(length, device=winner.device)
+        spans.append((here + side // 2).clamp(max=length - 1) - (here - side // 2).clamp(min=0) + 1)
+    return spans[0].unsqueeze(1) * spans[1]
 
 
 def same_count(winner: Tensor, side: int, classes: int) -> Tensor:
     """How many voxels of the window around each have its own prediction ``(B, H, W)`` int64."""
+    if recording():  # which classes there are is not known: all at once, in as much memory as the logits take
+        each = torch.arange(classes, device=winner.device).view(-1, 1, 1)
+        counts = window_sum((winner.unsqueeze(1) == each).int(), side)
+        return counts.gather(1, winner.unsqueeze(1)).squeeze(1).long()
     found = torch.zeros_like(winner)
-    for label in range(classes) if recording() else torch.unique(winner).tolist():
+    for label in torch.unique(winner).tolist():
         own = winner == label
         found = torch.where(own, window_sum(own.long(), side), found)
     return found
@@ -222,22 +233,26 @@ def same_count(winner: Tensor, side: int, classes: int) -> Tensor:
 def boundary_distance(winner: Tensor) -> Tensor:
     """Distance of every voxel to the nearest one beside another prediction, at most ``REACH``: ``(B, H, W)`` float32.
 
-    Exact and the same on every device: along rows by running maxima, then over the nearest rows.
+    Exact and the same on every device: along rows by steps that double, then over the nearest rows.
 
     Examples:
         >>> boundary_distance(torch.tensor([[[0, 0, 0, 1, 1]]]))
         tensor([[[2., 1., 0., 0., 1.]]])
     """
     edge = label_boundary(winner, torch.ones_like(winner, dtype=torch.bool))
-    here = torch.arange(winner.shape[-1], device=winner.device).expand(winner.shape)
-    far = 2 * REACH + winner.shape[-1]
-    left = torch.where(edge, here, -far).cummax(-1).values
-    right = torch.where(edge, here, far + winner.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
-    along = torch.minimum(here - left, right - here).clamp(max=REACH).square()
-    nearest = along
-    # beyond the last row nothing is near
-    for step in range(1, REACH if recording() else min(REACH, winner.shape[-2])):
-        beyond = nn.functional.pad(along, (0, 0, step, step), value=REACH**2) + step * step
-        rows = winner.shape[-2]
-        nearest = torch.minimum(nearest, torch.minimum(beyond[:, :rows], beyond[:, 2 * step :]))
-    return nearest.float().sqrt().clamp_(max=REACH)
+    along = torch.where(edge, 0, REACH)
+    for step in (1, 2, 4, 8, 16):  # every distance below REACH = 32 is a sum of some of them
+        beside = _beside(nn.functional.pad(along, (step, step), value=REACH), -1, step, step)
+        along = torch.minimum(along, beside + step)
+    nearest = along = along.square()
+    steps = REACH - 1 if recording() else min(REACH, winner.shape[-2]) - 1
+    padded = nn.functional.pad(along, (0, 0, steps, steps), value=REACH**2)
+    for step in range(1, steps + 1):
+        nearest = torch.minimum(nearest, _beside(padded, -2, steps, step) + step * step)
+    return nearest.float().sqrt()
+
+
+def _beside(padded: Tensor, axis: int, border: int, step: int) -> Tensor:
+    """The lesser of what lies so many steps before and behind, within values that have a border of padding."""
+    length = padded.shape[axis] - 2 * border
+    return torch.minimum(padded.narrow(axis, border - step, length), padded.narrow(axis, border + step, length))
