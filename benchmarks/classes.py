@@ -1,9 +1,9 @@
 """Every calibrator and all metrics with many classes: ``python benchmarks/classes.py [--methods ids]``.
 
 Prints, as they come, seconds, processor seconds, peak memory and the NLL before and after, or why a fit is refused; and
-the NLL of one more image before and after. Each row is a process of its own, which reads its data from files. Images are smooth fields of an embedding of the classes. Labels are
-drawn from the softmax of its scores, and the network's logits are these times a factor for each predicted class, plus
-noise.
+the NLL of one more image before and after. Each row is a process of its own, which reads its data from files. Images
+are smooth fields of an embedding of the classes. Labels are drawn from the softmax of its scores, and the network's
+logits are these times a factor for each predicted class, plus noise.
 """
 
 from __future__ import annotations
