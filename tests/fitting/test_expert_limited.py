@@ -31,7 +31,7 @@ def no_hessians(monkeypatch):
 def objective(form, strengths, first, theta):
     """Mean NLL plus penalties."""
     unseen = expert_exact._unseen_shifts(form, strengths)
-    penalties, _ = expert_exact._penalties(form, strengths, first, form.scaled_identity(first.beta()), unseen)
+    penalties, *_ = expert_exact._penalties(form, strengths, first, form.scaled_identity(first.beta()), unseen)
     problem = ExpertProblem(form, first, penalties)
     return float(problem.whole(problem.x(theta))[0].sum())
 
@@ -79,6 +79,20 @@ def test_experts_of_rare_classes_are_shrunk_without_hessians_too(no_hessians):
     assert "shrunk toward the pooled map" in calibrator.fit_report.notes[0]
     assert calibrator.fit_report.nll_after == pytest.approx(exact.fit_report.nll_after, abs=1e-3)
     assert np.array_equal(calibrator(z).argsort(1), z.argsort(1))
+
+
+@pytest.mark.parametrize("name", ["cdc", "cms-ap"])
+def test_an_expert_is_shrunk_by_the_voxels_that_were_drawn(name, no_hessians, monkeypatch):
+    """Those that they stand for tell nothing more: shrunk by their number, the map is worse on all voxels."""
+    no_hessians()
+    monkeypatch.setattr(first_pass, "_SCORES", 1200 * 12)
+    z, y = drawn(12_000, 12)
+    by_drawn = CALIBRATORS[name]().fit(z, y)
+    monkeypatch.setattr(FirstPass, "drawn", property(lambda first: (first.true, first.predicted)))
+    by_all = CALIBRATORS[name]().fit(z, y)
+    assert by_drawn.fit_report.voxels_used == 1200
+    losses = [float(F.nll_loss(own(z), y)) for own in (by_drawn, by_all)]
+    assert losses[0] < losses[1]
 
 
 @pytest.mark.parametrize(("name", "classes"), [("dc", 24), ("ms-c", 24), ("cms-op", 12), ("cdc", 12)])

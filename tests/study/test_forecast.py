@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from segcal.errors import InputError
 from segcal.report import write_report
 from segcal.study import costs
 from segcal.study.costs import DataSize
-from segcal.study.forecast import Machine, plan
+from segcal.study.forecast import _WAITED, Machine, _clock, plan
 from segcal.synthetic import demo_plant, scenes
 
 REFERENCE = Machine("cpu", 1, 8e9, 8e9, read=1e9, alone=1.0, together=1.0, passes=1.0)
@@ -123,6 +124,24 @@ def test_a_faster_machine_takes_less_time_and_the_same_memory():
     slow, fast = (segcal.study.forecast.Model(size, machine).fit("dc") for machine in (REFERENCE, faster))
     assert 0.25 * slow.seconds < fast.seconds < 0.5 * slow.seconds
     assert (slow.memory, slow.disk) == (fast.memory, fast.disk)
+
+
+@pytest.mark.skipif(not _WAITED.exists(), reason="the system does not tell how long threads wait")
+def test_the_clock_stops_while_other_programs_have_the_core():
+    cores = os.sched_getaffinity(0)
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for process in (0, rival.pid):
+            os.sched_setaffinity(process, {min(cores)})
+        started, used = _clock(), time.thread_time()
+        while time.thread_time() - used < 0.2:
+            pass
+        elapsed, busy = _clock() - started, time.thread_time() - used
+    finally:
+        os.sched_setaffinity(0, cores)
+        rival.kill()
+        rival.wait()
+    assert elapsed == pytest.approx(busy, rel=0.2)
 
 
 def test_every_calibrator_has_costs():

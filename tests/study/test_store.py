@@ -25,6 +25,14 @@ def test_fingerprints_follow_the_files(tmp_path):
     assert fingerprints(open_cases(root, ignore_index=0)) != after
 
 
+def test_files_are_not_read_for_a_fingerprint(tmp_path, monkeypatch):
+    """Wherever their cases will be."""
+    cases = open_cases(plain(tmp_path))
+    monkeypatch.setattr(Case, "logits", property(lambda case: pytest.fail(f"{case.id} was read")))
+    for device in (None, "cpu"):
+        assert len(set(fingerprints(cases.on(device)).values())) == len(cases)
+
+
 def test_fingerprints_follow_the_generator_and_the_pooling():
     one = fingerprints(scenes(2, size=(32, 40), members=2))
     assert one["image-000"] != one["image-001"]

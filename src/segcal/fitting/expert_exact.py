@@ -58,7 +58,8 @@ _POOLED_GAIN = 1e-5
 _ENOUGH = 10
 # Curvature of equal shifts of all classes. The softmax does not see them; without a penalty they would drift.
 _SHIFT_CURVATURE = 1e-2
-# Voxels that the map of all voxels is fitted to; as many as the start of the experts' own fit.
+# Voxels that the map of all voxels is fitted to, unless its parameters need more; as many as the start of the experts'
+# own fit.
 _POOLED_VOXELS = 100_000 // 3
 # Class names that a note lists.
 _LISTED = 20
@@ -80,10 +81,12 @@ def fit_exactly(
         note = "infinite shrinkage: temperature scaling, as nearly as the constraints allow"
         return centre, Fitted(before, after, True, 0.0, 0, len(first.sample), [note])
     unseen = _unseen_shifts(form, strengths)
-    penalties, notes = _penalties(form, strengths, first, centre, unseen)
+    penalties, parents, notes = _penalties(form, strengths, first, centre, unseen, everything=cases is not None)
     problem = ExpertProblem(form, first, penalties, cases)
-    solution = _solve(problem, problem.x(centre if start is None else start), unseen, warm=start is not None)
-    return _conclude(problem, solution, notes)
+    if start is not None:
+        return _conclude(problem, _solve(problem, problem.x(start), unseen, warm=True), notes)
+    near = parents if many_parameters(form) else centre  # where voxels are few, L-BFGS need not go far from there
+    return _conclude(problem, _solve(problem, problem.x(near), unseen, warm=False), notes)
 
 
 def _solve(problem: ExpertProblem, x: FloatArray, unseen: FloatArray, *, warm: bool) -> Solution[FloatArray]:
@@ -155,19 +158,27 @@ def _conclude(problem: ExpertProblem, solution: Solution[FloatArray], notes: lis
 
 
 def _penalties(
-    form: ExpertForm, strengths: Strengths, first: FirstPass, centre: FloatArray, unseen: FloatArray
-) -> tuple[list[Quadratic], list[str]]:
-    """The penalty of each expert, and notes for the user; ``centre`` is temperature scaling as a theta.
+    form: ExpertForm,
+    strengths: Strengths,
+    first: FirstPass,
+    centre: FloatArray,
+    unseen: FloatArray,
+    *,
+    everything: bool = False,
+) -> tuple[list[Quadratic], FloatArray, list[str]]:
+    """The penalty of each expert, what experts are shrunk toward, and notes; ``centre`` is temperature scaling.
 
     An expert with few voxels is shrunk toward the map of all voxels. In a map without experts, the weights of a class
     with few voxels are shrunk instead: a handful is separable in the space of all logits, so that their likelihood
-    would rise without end while that of other voxels falls. A bias needs no more than a handful.
+    would rise without end while that of other voxels falls. A bias needs no more than a handful. What counts are the
+    voxels of the fit: those drawn or, with ``everything``, all.
     """
     experts, outputs, columns = form.shape
     free, basis = np.less(*form.bounds), form.basis
     size = int(free[0].sum()) if basis is None else basis.shape[1]
-    voxels = first.predicted if experts > 1 else np.array([first.total])
-    strength = np.broadcast_to(_missing(voxels, size)[:, None, None], form.shape).copy()
+    true, predicted = (first.true, first.predicted) if everything else first.drawn
+    voxels, all_voxels = (own if experts > 1 else own.sum(keepdims=True) for own in (predicted, first.predicted))
+    strength = np.broadcast_to(_missing(voxels, all_voxels, size)[:, None, None], form.shape).copy()
     few = np.flatnonzero(strength[:, 0, 0])
     absent = np.flatnonzero((first.true == 0) & (form.features != "gaps"))
     parents, notes = centre, []
@@ -176,11 +187,11 @@ def _penalties(
         listed = _listed([f"{first.class_names[e]} ({voxels[e]:,})" for e in few])
         notes.append(f"predicted too rarely for an expert of its own, so shrunk toward the pooled map: {listed}")
     elif len(few):
-        few_voxels = f"{first.total:,} voxels are few for {size} parameters"
+        few_voxels = f"{voxels[0]:,} voxels are few for {size} parameters"
         notes.append(f"{few_voxels}, so the map is shrunk toward temperature scaling")
-    if experts == 1:
-        seen = np.maximum(first.true, first.predicted)
-        rows = _missing(seen, columns)
+    if experts == 1 and form.features != "gaps":  # whose rows are ranks, not classes
+        seen = np.maximum(true, predicted)
+        rows = _missing(seen, np.maximum(first.true, first.predicted), columns)
         strength[0, :, :-1] = np.maximum(strength[0, :, :-1], rows[:, None])
         if rows.any() and not len(few):
             listed = _listed([f"{first.class_names[k]} ({seen[k]:,})" for k in np.flatnonzero(rows)])
@@ -206,12 +217,16 @@ def _penalties(
             each = diags_array(np.sqrt(_SHIFT_CURVATURE / outputs) * unseen)
             penalty.add(kron(np.ones((1, outputs)), each, format="csr"), centre[e].ravel())
         penalties.append(penalty)
-    return penalties, notes
+    return penalties, parents, notes
 
 
-def _missing(voxels: NDArray[np.int64], parameters: int) -> FloatArray:
-    """The strength of shrinkage where there are fewer voxels than parameters need; 0 where there are enough."""
-    return np.maximum(_ENOUGH * parameters / np.maximum(voxels, 1) - 1, 0)
+def _missing(voxels: NDArray[np.int64], all_voxels: NDArray[np.int64], parameters: int) -> FloatArray:
+    """The strength of shrinkage where there are fewer voxels than parameters need; 0 where there are enough.
+
+    Every one of these voxels stands for several of ``all_voxels``, and is weighted so: the strength is, too.
+    """
+    least = np.maximum(voxels, 1)
+    return np.maximum(_ENOUGH * parameters / least - 1, 0) * np.maximum(all_voxels, 1) / least
 
 
 def _unseen_shifts(form: ExpertForm, strengths: Strengths) -> FloatArray:
@@ -224,15 +239,15 @@ def _unseen_shifts(form: ExpertForm, strengths: Strengths) -> FloatArray:
 
 def _pooled(form: ExpertForm, first: FirstPass) -> FloatArray:
     """One map fitted to all voxels, as the parent of every expert ``(E, K, J + 1)``."""
-    pooled = replace(form, routed=False)
-    start = pooled.scaled_identity(first.beta())
-    penalty = Quadratic(start.size)
-    penalty.add(np.full(start.size, _ENOUGH * start.size / first.total**2), start.ravel())
-    problem = ExpertProblem(pooled, replace(first, sample=first.sample.thin(_POOLED_VOXELS)), [penalty])
+    pooled, nothing = replace(form, routed=False), Strengths(0, 0, 0)
+    needed = max(_POOLED_VOXELS, _ENOUGH * math.prod(pooled.shape))
+    first = replace(first, sample=first.sample.thin(needed))
+    start, unseen = pooled.scaled_identity(first.beta()), _unseen_shifts(pooled, nothing)
+    problem = ExpertProblem(pooled, first, _penalties(pooled, nothing, first, start, unseen)[0])
     if many_parameters(pooled):
-        found = solve_limited(problem, start.ravel(), np.zeros(form.shape[2]), _POOLED_GAIN)
+        found = solve_limited(problem, problem.x(start), unseen, _POOLED_GAIN)
     else:
-        found = problem.solve(Newton(problem.on(first.sample.thin(_POOLED_VOXELS))), start.ravel(), tolerance=1e-6)
+        found = problem.solve(Newton(problem.on(first.sample)), problem.x(start), tolerance=1e-6)
     return np.clip(np.broadcast_to(problem.theta(found.value), form.shape), *form.bounds)
 
 

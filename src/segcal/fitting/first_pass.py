@@ -69,6 +69,14 @@ class FirstPass:
         """Voxels in the data."""
         return self.sample.total
 
+    @property
+    def drawn(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How many voxels of the sample have each true and each predicted class ``(C,)``."""
+        strata = len(self.sample.sizes) // self.num_classes
+        found = self.sample.labels.numpy(), self.sample.strata // strata
+        true, predicted = (np.bincount(own, minlength=self.num_classes) for own in found)
+        return true, predicted
+
     def beta(self) -> float:
         """1 / temperature with the lowest NLL on the sample, within bounds."""
         loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS))

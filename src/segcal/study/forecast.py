@@ -35,6 +35,8 @@ from segcal.types import CHUNK_VALUES, row_slices
 _READ, _LONG = 2**24, 1.0
 # Times that the probe's pass is run; the fastest counts.
 _RUNS = 3
+# Nanoseconds that a thread has run, and that it has waited for a core.
+_WAITED = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def probe(cases: CaseSet, device: Device = "cpu") -> Machine:
     there, cpu = resolved(device), torch.device("cpu")
     threads = torch.get_num_threads()
     alone, together = (_pass_seconds(cpu, count) / costs.PASS for count in (1, threads))
+    together = min(alone, together)  # the clock does not see how long other threads wait for busy cores
     passes = together if there.type == "cpu" else _pass_seconds(there, None) / costs.PASS
     free = float(shutil.disk_usage(Path.cwd()).free)
     return Machine(str(there), threads, available_memory(), free, _read_rate(cases.on(there)), alone, together, passes)
@@ -84,12 +87,12 @@ def _read_rate(cases: CaseSet) -> float:
     seconds, scores = 0.0, 0
     for number, ref in enumerate(refs):
         case = opened_case(ref)
-        started = time.perf_counter()
+        started = _clock()
         with naming(case=case.id), torch_threads(1):  # as files are read ahead
             rows = next(row_slices(case.shape, _READ)) if case.source.sliceable else slice(0, case.shape[2])
             read = case.rows("logits", rows).numel()
         if number or len(refs) == 1:  # The first one also loads libraries.
-            seconds, scores = seconds + time.perf_counter() - started, scores + read
+            seconds, scores = seconds + _clock() - started, scores + read
         if seconds > _LONG or scores > _READ:
             break
     return scores / max(seconds, 1e-9)
@@ -104,12 +107,21 @@ def _pass_seconds(device: torch.device, threads: int | None) -> float:
     times = []
     for _ in range(1 + _RUNS):  # The first one loads the compiled loops.
         statistics = VoxelStatistics(classes, threads=threads)
-        started = time.perf_counter()
+        started = _clock()
         statistics.update(logits, labels)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
+        times.append(_clock() - started)
     return min(times[1:])
+
+
+def _clock() -> float:
+    """Seconds, less those that this thread could have run but other programs had the cores, where Linux tells them."""
+    now = time.perf_counter()
+    try:
+        return now - 1e-9 * int(_WAITED.read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return now
 
 
 @dataclass(frozen=True)

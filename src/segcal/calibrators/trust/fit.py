@@ -21,6 +21,7 @@ from segcal.cases.shares import added, in_shares
 from segcal.errors import InputError, naming
 from segcal.fitting.data import case_seed, check_voxels
 from segcal.fitting.first_pass import check_possible
+from segcal.parallel.memory import give_back
 from segcal.types import Case, FloatArray
 
 #: Folds of cases, and the number of groups below which there are none.
@@ -63,6 +64,8 @@ def tiles_of(cases: CaseSet, beta: Tensor) -> Iterator[tuple[Case, Tile, Valid]]
         with naming(case=case.id):
             for tile in tiles(Images.of_case(case), beta):
                 yield case, tile, _valid(case, tile)
+                if tile.rows.stop < case.shape[2]:
+                    give_back()
         del case
 
 

@@ -134,6 +134,8 @@ def _described(value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Path):
         return file_state(value)
+    if isinstance(value, torch.device):
+        return str(value)
     if own and is_dataclass(value) and not isinstance(value, type):
         content = {item.name: _described(getattr(value, item.name)) for item in fields(value)}
         return [type(value).__qualname__, content]
