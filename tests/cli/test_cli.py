@@ -13,7 +13,7 @@ def test_help_teaches_every_command(run):
     code, text, _ = run("--help")
     assert code == 0
     commands = [command.name for command in segcal.cli.commands.app.registered_commands]
-    assert len(commands) == 13
+    assert len(commands) == 14
     for command in commands:
         assert command in text
         assert "Example: segcal" in run(command, "--help")[1]

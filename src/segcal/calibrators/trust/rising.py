@@ -76,8 +76,9 @@ def apply_rising(values: Tensor, log_odds: Tensor) -> Tensor:
         >>> apply_rising(bin_centres(), torch.tensor([1.5, -99.0]))
         tensor([  1.5000, -29.9982])
     """
-    place = ((log_odds + (LIMIT - WIDTH / 2)) / WIDTH).clamp(0, LOGIT_BINS - 1)
+    # in float64: the sum of float32 numbers would be off by a thousandth of a bin, and the map may be steep
+    place = ((log_odds.double() + (LIMIT - WIDTH / 2)) / WIDTH).clamp(0, LOGIT_BINS - 1)
     lower = place.floor().clamp(max=LOGIT_BINS - 2)
-    table, index = values.to(log_odds), lower.long()
+    table, index = values.to(place), lower.long()
     low, high = table[index], table[index + 1]
-    return low + (high - low) * (place - lower)
+    return (low + (high - low) * (place - lower)).to(log_odds)

@@ -121,7 +121,15 @@ def merged(model: Model, calibrator: Any, deployed: Deployed) -> Any:
     calibrator.ir_version = model.proto.ir_version
     own = onnx.compose.add_prefix(calibrator, _PREFIX, rename_outputs=False)
     pairs = [(name, _PREFIX + taken) for name, taken in zip(model.logits, deployed.inputs, strict=False)]
-    found = onnx.compose.merge_models(model.proto, own, pairs)
+    try:
+        found = onnx.compose.merge_models(model.proto, own, pairs)
+    except ValueError as error:  # versions of operators that differ
+        raise DataError(
+            f"cannot be put before the calibrator ({error})",
+            where="the model",
+            expected=f"opset {OPSET}, or a newer one that PyTorch can write",
+            fix=f"export the model with opset_version={OPSET}, or run the calibrator after it as a graph of its own",
+        ) from None
     del found.metadata_props[:]
     found.metadata_props.extend((*model.proto.metadata_props, *about))
     found.producer_name, found.doc_string = model.proto.producer_name, model.proto.doc_string
