@@ -45,3 +45,11 @@ def test_between_centres_it_is_linear_and_beyond_them_constant():
     x = torch.linspace(-40, 40, 999).double()
     expected = np.interp(x.numpy(), bin_centres().numpy(), values.numpy())
     np.testing.assert_allclose(apply_rising(values, x).numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_float32_loses_no_digits_where_the_map_is_steep():
+    random = torch.Generator().manual_seed(0)
+    values = torch.rand(len(bin_centres()), generator=random, dtype=torch.float64).cumsum(0)  # half a unit a bin
+    odds = 40 * torch.rand(10_000, generator=random) - 20
+    exact = apply_rising(values, odds.double())
+    assert torch.equal(apply_rising(values, odds), exact.float())
