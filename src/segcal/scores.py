@@ -216,7 +216,7 @@ def presence(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
 
     Examples:
         >>> presence(torch.tensor([[-0.7, -0.68615], [-0.1, -2.3522]]), torch.float32)
-        tensor([0.5035, 0.0951])
+        tensor([0.5035, 0.0952])
     """
     inside = (log_probs[:, 1] - log_probs[:, 0]).sigmoid().to(dtype)
     above = 0.5 + 0.5 * torch.finfo(dtype).eps  # the next number
