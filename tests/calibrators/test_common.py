@@ -192,6 +192,13 @@ def test_gradients_are_those_of_finite_differences(fitted):
     assert_close(fitted(large), fitted(large.detach()))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_forward(fitted, backend):
+    z = random_logits(1, 6, 8, 8)
+    compiled = torch.compile(fitted, backend=backend)
+    assert torch.allclose(compiled(z), fitted(z), atol=1e-6)
+
+
 def test_labels_of_any_integer_type(fitted):
     z, y = CASES[0].logits, CASES[0].labels
     expected = type(fitted)().fit(z, y)

@@ -34,8 +34,7 @@ from segcal.scores import DEPTH
 
 # Voxels that one histogram can count.
 _LAUNCH = 2**23
-# Voxels of a block, and programs that take the blocks in turn: 32 warps for each of an H200's processors. In blocks of
-# 32 statistics take 7% less time, temperature fits and maps a quarter more.
+# Voxels of a block, and programs that take the blocks in turn: 32 warps for each of an H200's processors.
 _BLOCK, _PROGRAMS = 64, 132 * 32
 # Up to how many classes a thread has all scores of a voxel.
 _FEW = 24
