@@ -30,7 +30,7 @@ MEAN, SCALE = torch.tensor([103.0, 107.0, 109.0]).view(3, 1, 1), 75.0  # of the 
 
 TRAINING = {
     "acdc": 'data = "{data}"\noutput = "{out}"\nloss = "ce-dice"\nwidth = 24\ndepth = 5\nepochs = {epochs}\n'
-    'batch = 32\namp = true\nlogits = "float16"\nmilestones = [20]\n'
+    'batch = 32\namp = true\nlogits = "float16"\nmilestones = [20]\nworkers = 6\n'
     "split = {{ train = 0.4, validation = 0.05, test = 0.55 }}\n",
     "hippocampus": 'data = "{data}"\noutput = "{out}"\nloss = "ce-dice"\nwidth = 16\ndepth = 3\ndims = 3\nclasses = 3\n'
     'epochs = {epochs}\nbatch = 4\nlogits = "float16"\nmilestones = [20]\ncrop = [32, 48, 32]\n'

@@ -32,6 +32,14 @@ def write_raw(data: Path, raw: Path, train: int, test: int) -> None:
     (raw / NAME / "dataset.json").write_text(json.dumps(about))
 
 
+def take_small_batches(preprocessed: Path, size: int) -> None:
+    """Change nnU-Net's plan for a CPU: it would take 366 slices in each step."""
+    file = preprocessed / "nnUNetPlans.json"
+    plans = json.loads(file.read_text())
+    plans["configurations"]["2d"]["batch_size"] = size
+    file.write_text(json.dumps(plans))
+
+
 def train(preprocessed: Path, folds: int, epochs: int, iterations: int) -> Path:
     """Train and validate each fold for a few steps, with nnU-Net's own trainer; returns the folder of the model."""
     import torch
@@ -61,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("study", type=Path)
-    for name, default in {"train": 10, "test": 4, "folds": 5, "epochs": 1, "iterations": 20}.items():
+    for name, default in {"train": 10, "test": 4, "folds": 5, "epochs": 3, "iterations": 50, "batch": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     study = options.study.absolute()
@@ -72,6 +80,7 @@ def main() -> None:
     raw = study / "raw"
     write_raw(options.data, raw, options.train, options.test)
     run("nnUNetv2_plan_and_preprocess", "-d", 4, "-c", "2d", "--verify_dataset_integrity")
+    take_small_batches(study / "preprocessed" / NAME, options.batch)
     model = train(study / "preprocessed" / NAME, options.folds, options.epochs, options.iterations)
     predicted, calibrator, calibrated = study / "predicted", study / "cal.safetensors", study / "calibrated"
     images, labels = raw / NAME / "imagesTs", raw / NAME / "labelsTs"

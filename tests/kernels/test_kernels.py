@@ -9,7 +9,7 @@ import torch
 
 from segcal import kernels
 from segcal.errors import InputError, SegcalError
-from segcal.kernels import AffineMap, BinGrid, Tally, Voxels, tally
+from segcal.kernels import AffineMap, BinGrid, Tally, Voxels, reference, tally
 
 CLASSES = BinGrid.classwise((15, 50), (1e-3,))
 TOP = BinGrid.top_label((15, 50), CLASSES)
@@ -274,3 +274,13 @@ def test_a_map_for_another_number_of_classes_is_refused():
     logits, labels = example()
     with pytest.raises(InputError, match="5 classes"):
         run(logits, labels, "reference", score_map=AffineMap(torch.ones(3)))
+
+
+@pytest.mark.parametrize(("values", "size"), [(0, 3), (1, 1), (5000, 7), (300, 2**23)])
+def test_sums_in_parts_are_the_sums(values: int, size: int) -> None:
+    random = torch.Generator().manual_seed(values)
+    numbers = torch.rand(values, dtype=torch.float64, generator=random)
+    index = torch.randint(size, (values,), generator=random)
+    total = torch.ones(size, dtype=torch.float64)
+    reference.sum_in_parts(total, numbers, index)
+    torch.testing.assert_close(total, torch.ones_like(total).index_add_(0, index, numbers), rtol=1e-13, atol=0)

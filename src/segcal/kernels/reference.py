@@ -19,6 +19,8 @@ from segcal.kernels.voxels import Voxels
 # Numbers in one intermediate float64 matrix (C, v): 4 MB on the CPU, 128 MB on a GPU, which is waited for after each.
 # There are about six at a time.
 _MATRIX_SIZE, _DEVICE_MATRIX_SIZE = 2**19, 2**24
+# On a GPU each sum is made of at most this many partial sums, and all of an array have at most so many numbers.
+_PARTS, _PARTS_SIZE = 1024, 2**22
 
 
 def tally(voxels: Voxels, threads: int) -> Tally:
@@ -122,11 +124,27 @@ def _count(total: Tensor, *index: Tensor) -> None:
 
 def _sum(total: Tensor, values: Tensor, *index: Tensor) -> None:
     """Add each value at its index."""
-    flat, values = _flat_index(total, index), values.reshape(-1)
+    _add_at(total.view(-1), values.reshape(-1), _flat_index(total, index))
+
+
+def _add_at(total: Tensor, values: Tensor, index: Tensor) -> None:
+    """Add each value ``(n,)`` at its index ``(n,)``."""
     if total.device.type == "cpu":
-        total.view(-1).index_add_(0, flat, values)
-    else:  # here index_add_ has no fixed order
-        total.view(-1).index_put_((flat,), values, accumulate=True)
+        total.index_add_(0, index, values)
+    else:
+        sum_in_parts(total, values, index)
+
+
+def sum_in_parts(total: Tensor, values: Tensor, index: Tensor) -> None:
+    """``_add_at`` in a fixed order, which ``index_add_`` has not on a GPU.
+
+    ``index_put_`` has one, but adds what goes to one address serially: so every part of the values has its own address.
+    """
+    parts = max(1, min(_PARTS, _PARTS_SIZE // len(total)))
+    part = torch.arange(len(index), device=index.device) * parts // max(1, len(index))
+    sums = total.new_zeros(parts * len(total))
+    sums.index_put_((part * len(total) + index,), values, accumulate=True)
+    total += sums.view(parts, -1).sum(0)
 
 
 def _flat_index(total: Tensor, index: tuple[Tensor, ...]) -> Tensor:
@@ -162,5 +180,5 @@ def refine(voxels: Voxels, grid: BinGrid, cells: NDArray[np.int64]) -> tuple[Cou
         where = starts.gather(1, i) + torch.minimum(cell.clamp_(min=0), size - 1)
         count += torch.bincount(where.reshape(-1), minlength=length)
         positive += torch.bincount(where.gather(0, y[None]).reshape(-1), minlength=length)
-        total.index_put_((where.reshape(-1),), p.reshape(-1), accumulate=True)
+        _add_at(total, p.reshape(-1), where.reshape(-1))
     return count.cpu().numpy(), total.cpu().numpy(), positive.cpu().numpy()
