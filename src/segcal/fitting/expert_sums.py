@@ -90,16 +90,20 @@ def expert_sums(
 ) -> Sums:
     """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, shared by ``threads``."""
     size = _ROWS if len(theta) > 1 else max(1, min(_ROWS, -(-len(rows.x) // threads)))
+    chosen = range(len(theta)) if experts is None else experts
     pieces = [
         (e, slice(start, min(start + size, rows.first[e + 1])))
-        for e in (range(len(theta)) if experts is None else experts)
+        for e in chosen
         for start in range(rows.first[e], rows.first[e + 1], size)
     ]
     sums = _vector_sums if features == "own-logit" else partial(_matrix_sums, features=features)
     parts = in_threads(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), threads)
     nll, gradient, products = (np.sum(numbers, 0) for numbers in zip(*parts, strict=True))
     if curvature and features != "own-logit":
-        products = np.stack([full_curvature(own, *theta.shape[1:], nested=features == "gaps") for own in products])
+        full = np.zeros((len(theta), *[theta[0].size] * 2))
+        for e in chosen:
+            full[e] = full_curvature(products[e], *theta.shape[1:], nested=features == "gaps")
+        products = full
     return Sums(nll, gradient, products)
 
 

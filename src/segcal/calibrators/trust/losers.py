@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.fitting.expert_device import DeviceRows, device_sums, tensor_curvature, tensor_sums
-from segcal.fitting.expert_sums import Rows, expert_sums
+from segcal.fitting.expert_sums import Rows, Sums, expert_sums
 from segcal.fitting.limits import Limits
 from segcal.kernels import ExpertMap, cuda_kernels, fast_maps
+from segcal.parallel.threads import blas_threads
 from segcal.scores import DEPTH, only_possible
 from segcal.solvers import Newton, minimise, newton_1d, newton_of_blocks
 from segcal.types import FloatArray
@@ -148,12 +149,17 @@ class _Problem(ABC):
     def fit(self, strength: float, start: FloatArray, tolerance: float) -> tuple[FloatArray, float, bool]:
         """The optimum, its certificate, and whether it converged."""
         policy = Newton(lambda x: self.objective(x, strength))
-        found = minimise(policy, start, -_LARGEST, _LARGEST, blocks=self.blocks, tolerance=tolerance)
+        found = minimise(
+            policy, start, -_LARGEST, _LARGEST, blocks=self.blocks, tolerance=tolerance, threads=_threads()
+        )
         return found.value, found.certificate, found.converged
 
 
 class _Matrices(_Problem):
     """A and B of every winner; on the device of the voxels."""
+
+    # Where the curvature was last evaluated, and what it was.
+    _last: tuple[FloatArray, Sums | None] = np.zeros(0), None
 
     def _rows(self, voxels: WrongVoxels) -> Rows | DeviceRows:
         device = voxels.logits.device
@@ -167,8 +173,22 @@ class _Matrices(_Problem):
         if isinstance(self.rows, DeviceRows):
             found = device_sums(self.rows, theta, "margins", curvature=curvature)
         else:
-            found = expert_sums(self.rows, theta, "margins", curvature=curvature, threads=torch.get_num_threads())
+            found = (
+                self._sums_here(theta) if curvature else expert_sums(self.rows, theta, "margins", threads=_threads())
+            )
         return found.nll, found.gradient.reshape(self.classes, -1), list(found.curvature)
+
+    def _sums_here(self, theta: FloatArray) -> Sums:
+        """With curvature; those of winners that rest are the last ones."""
+        old, last = self._last
+        rest = [k for k in range(len(theta)) if last is not None and np.array_equal(theta[k], old[k])]
+        moved = [k for k in range(len(theta)) if k not in rest]
+        found = expert_sums(self.rows, theta, "margins", curvature=True, experts=moved, threads=_threads())
+        if last is not None:
+            for new, before in zip(found, last, strict=True):
+                new[rest] = before[rest]
+        self._last = theta, found
+        return found
 
     def fit(self, strength: float, start: FloatArray, tolerance: float) -> tuple[FloatArray, float, bool]:
         """On a device, all steps are taken there; no sensible map comes near the bounds."""
@@ -236,6 +256,11 @@ def fit_temperature(voxels: WrongVoxels) -> float:
     return newton_1d(nll, 1.0, (_LOWEST, _HIGHEST), tolerance=1e-9).value
 
 
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+@blas_threads(1)  # threads share the voxels, and must not wait for those of numpy
 def fit_losers(voxels: WrongVoxels, folds: int, strengths: Sequence[float] = STRENGTHS) -> LosersFit:
     """The map whose penalty has the lowest out-of-fold NLL, fitted to all wrong voxels.
 
@@ -268,16 +293,26 @@ def _log_r(voxels: WrongVoxels, temperature: float) -> FloatArray:
 
 
 def _best(voxels: WrongVoxels, folds: int, temperature: float, strengths: Sequence[float]) -> int:
-    """The place of the strength with the lowest out-of-fold NLL."""
-    losses = np.zeros(len(strengths))
-    for fold in range(folds):
-        inside, outside = voxels.where(voxels.folds != fold), voxels.where(voxels.folds == fold)
-        if not (len(inside) and len(outside)):
-            continue
-        problem, held_out = _problem(inside, temperature), _problem(outside, temperature)
-        x = np.zeros(np.prod(problem.shape))
-        for place, strength in enumerate(strengths):  # from strong to weak: each starts where the last one ended
-            if np.isfinite(strength):
-                x, _, _ = problem.fit(strength, x, 1e-5)
-            losses[place] += held_out.nll(x) * held_out.total
-    return int(losses.argmin())
+    """The place of the strength with the lowest out-of-fold NLL, as far as it falls from strong to weak."""
+    parts = [(voxels.where(voxels.folds != fold), voxels.where(voxels.folds == fold)) for fold in range(folds)]
+    trials = [_Trial(*(_problem(part, temperature) for part in pair)) for pair in parts if all(map(len, pair))]
+    losses: list[float] = []
+    for strength in strengths:  # from strong to weak, until the loss rises
+        losses.append(sum(trial.held_out_loss(strength) for trial in trials))
+        if losses[-1] > min(losses):
+            break
+    return int(np.argmin(losses))
+
+
+class _Trial:
+    """A fit to some folds, and voxels of another; each penalty starts where the last one ended."""
+
+    def __init__(self, problem: _Problem, held_out: _Problem) -> None:
+        self.problem, self.held_out = problem, held_out
+        self.x = np.zeros(np.prod(problem.shape))
+
+    def held_out_loss(self, strength: float) -> float:
+        """The summed NLL of the other voxels after a fit with this penalty."""
+        if np.isfinite(strength):
+            self.x, _, _ = self.problem.fit(strength, self.x, 1e-5)
+        return self.held_out.nll(self.x) * self.held_out.total

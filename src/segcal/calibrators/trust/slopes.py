@@ -15,6 +15,7 @@ from torch import Tensor
 
 from segcal.calibrators.trust.features import POINT
 from segcal.calibrators.trust.network import SMALLEST_SCALE, Sample
+from segcal.parallel.threads import blas_threads
 from segcal.solvers import Newton, minimise
 from segcal.types import FloatArray
 
@@ -45,6 +46,7 @@ def linear_correction(slopes: Tensor, features: Tensor, winner: Tensor, odds: Te
     return own[..., 0] + (own[..., 1:] * inputs).sum(-1)
 
 
+@blas_threads(1)  # the products are small
 def fit_slopes(sample: Sample, num_classes: int, folds: int) -> Slopes:
     """Those of the lowest loss on the sample, whose ``offset (n,)`` is the log-odds."""
     weights = sample.weights.double() / sample.weights.double().sum()
