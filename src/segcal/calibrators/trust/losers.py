@@ -172,10 +172,10 @@ class _Matrices(_Problem):
         theta = change + self.temperature * np.eye(*self.shape[1:])
         if isinstance(self.rows, DeviceRows):
             found = device_sums(self.rows, theta, "margins", curvature=curvature)
+        elif curvature:
+            found = self._sums_here(theta)
         else:
-            found = (
-                self._sums_here(theta) if curvature else expert_sums(self.rows, theta, "margins", threads=_threads())
-            )
+            found = expert_sums(self.rows, theta, "margins", threads=_threads())
         return found.nll, found.gradient.reshape(self.classes, -1), list(found.curvature)
 
     def _sums_here(self, theta: FloatArray) -> Sums:
