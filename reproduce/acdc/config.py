@@ -9,8 +9,8 @@ from reproduce.common import Run
 
 # Of every run. Papers: 100 epochs of Adam, 1e-3 and after 50 epochs 1e-4, batches of 16 slices, a U-Net. Ours: its
 # width and batch normalisation (the papers do not say), and augmentation (they mention none): each in-plane axis is
-# mirrored, and the slice rotated by up to 15 degrees, each with probability 1/2. The epoch with the best validation Dice
-# counts.
+# mirrored, and the slice rotated by up to 15 degrees, each with probability 1/2. The epoch with the best validation
+# Dice counts.
 TRAINING: dict[str, Any] = {
     "network": "unet", "width": 32, "depth": 5, "norm": "batch", "batch": 16, "epochs": 100, "learning_rate": 1e-3,
     "milestones": [50], "factor": 0.1, "augment": ["flip", "rotate"], "amp": True, "save_every": 20,
