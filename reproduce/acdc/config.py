@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from reproduce.common import Run
+from segcal.training import convert
 
 # Of every run. Papers: 100 epochs of Adam, 1e-3 and after 50 epochs 1e-4, batches of 16 slices, a U-Net. Ours: its
 # width and batch normalisation (the papers do not say), and augmentation (they mention none): each in-plane axis is
@@ -59,6 +61,15 @@ SENSITIVITY = {
     **{f"crac-margin{margin:g}": _loss("crac", margin=margin) for margin in (2.0, 5.0)},
 }
 GROUPS = {"main": MAIN, "ablation": ABLATION, "sensitivity": SENSITIVITY}
+
+
+def images(data: Path, out: Path) -> Path:
+    """The folder of images, unpacked once and split 70/10/20 by patient."""
+    folder = out / "images"
+    if not folder.is_dir():
+        out.mkdir(parents=True, exist_ok=True)
+        print(convert(data / "acdc.npz", folder, seed=SPLIT_SEED), flush=True)
+    return folder
 
 
 def runs(

@@ -1,8 +1,8 @@
-"""Post-hoc calibration of the kept networks: ``python reproduce/acdc/posthoc.py OUT [--minutes 9]``.
+"""Post-hoc calibration of the kept networks: ``python reproduce/acdc/posthoc.py DATA OUT [--minutes 9]``.
 
 Every calibrator of ``segcal.CALIBRATORS`` is fitted to the logits of the validation patients (10 of 100, 20 volumes;
 they also chose the epoch of the network) and measured on the test volumes. ``ensemble`` is left out: a single network
-has no members. Reads OUT/images and OUT/weights, which ``run.py`` wrote. Numbers go to ``posthoc.csv`` and
+has no members. Reads OUT/weights, which ``run.py`` wrote. Numbers go to ``posthoc.csv`` and
 ``posthoc_fits.csv``, each calibrator's as soon as it is measured, and a second call goes on with the others.
 """
 
@@ -34,10 +34,10 @@ METHODS = ("none", *(name for name in segcal.CALIBRATORS if name != "ensemble"))
 MEASURED = {**COLUMNS, "flip": Column("flip")}
 
 
-def logits(name: str, out: Path) -> dict[str, CaseSet]:
+def logits(name: str, data: Path, out: Path) -> dict[str, CaseSet]:
     """Cases of the validation and the test patients with a network's logits, which are computed once."""
     folder = out / "logits" / name
-    keys = parse_config({"data": str(out / "images"), "output": str(folder), "logits": "float16"})
+    keys = parse_config({"data": str(config.images(data, out)), "output": str(folder), "logits": "float16"})
     if not (folder / "done").is_file():
         dataset = open_dataset(keys)
         network = load_network(out / "weights" / f"{name}.safetensors")
@@ -52,6 +52,7 @@ def logits(name: str, out: Path) -> dict[str, CaseSet]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fit and measure until all is done or time is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--minutes", type=float, default=9.0)
@@ -60,11 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = given.results / "posthoc.csv", given.results / "posthoc_fits.csv"
     cases, fits = map(read_rows, files)
     for name in config.KEPT:
+        if not (given.out / "weights" / f"{name}.safetensors").is_file():
+            print(f"{name}: no weights yet", flush=True)
+            continue
+        data = logits(name, given.data, given.out)
         for method in METHODS:
             if any((row["run"], row["calibrator"]) == (name, method) for row in fits) or time.time() > deadline:
                 continue
             started, key = time.time(), {"run": name, "calibrator": method}
-            data, notes, measured = logits(name, given.out), "", []
+            notes, measured = "", []
             try:
                 calibrator = None if method == "none" else segcal.CALIBRATORS[method]()
                 if calibrator is not None:

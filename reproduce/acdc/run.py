@@ -19,18 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from reproduce.acdc import config, posthoc, table
 from reproduce.acdc.tiny import write_tiny
 from reproduce.common import collect, side_by_side
-from segcal.training.packed import convert
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def images(data: Path, out: Path) -> Path:
-    """The folder of images, unpacked once and split 70/10/20 by patient."""
-    folder = out / "images"
-    if not folder.is_dir():
-        out.mkdir(parents=True, exist_ok=True)
-        print(convert(data / "acdc.npz", folder, seed=config.SPLIT_SEED), flush=True)
-    return folder
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -38,7 +28,7 @@ def train(arguments: argparse.Namespace) -> None:
     out, results = arguments.out, arguments.results
     deadline = time.time() + 60 * arguments.minutes
     options = {"only": arguments.only, "seeds": arguments.seeds, "compile": arguments.compile, "smoke": arguments.smoke}
-    wanted = config.runs(str(images(arguments.data, out)), **options)
+    wanted = config.runs(str(config.images(arguments.data, out)), **options)
     done = collect(out, results)
     left = [run for run in wanted if (run.name, str(run.seed)) not in done]
     side_by_side(left, out, deadline, arguments.parallel, config.KEPT, lambda: done.update(collect(out, results)))
@@ -55,7 +45,7 @@ def smoke() -> None:
         write_tiny(data / "acdc.npz")
         common = [str(data), str(out), "--results", str(out / "results"), "--smoke"]
         train(parser().parse_args([*common, "--parallel", "2", "--seeds", "0", "1", "--minutes", "10"]))
-        posthoc.main([str(out), "--results", str(out / "results")])
+        posthoc.main([str(data), str(out), "--results", str(out / "results")])
         table.main(["--results", str(out / "results")])
         wanted = config.runs("", seeds=(0, 1), smoke=True)
         missing = {(run.name, str(run.seed)) for run in wanted} - collect(out, out / "results")
