@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from reproduce.acdc import config, posthoc, table
@@ -40,6 +42,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 def smoke() -> None:
     """All steps in miniature; fails if a run or a table is missing."""
+    torch.set_num_threads(1)  # Small tensors: on a busy machine more threads only wait for each other.
     with tempfile.TemporaryDirectory() as folder:
         data, out = Path(folder) / "data", Path(folder) / "out"
         write_tiny(data / "acdc.npz")
