@@ -4,7 +4,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 INTEGRATIONS := .venv/.integrations
 
-.PHONY: demo test test-integrations lint bench completions dist check-dist docs clean
+.PHONY: demo test test-integrations lint bench reproduce-smoke completions dist check-dist docs clean
 
 demo: $(SETUP)
 	$(BIN)/segcal demo
@@ -24,6 +24,10 @@ lint: $(SETUP)
 
 bench: $(SETUP)
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# The recipes of reproduce/ in miniature, on a CPU and without data.
+reproduce-smoke: $(SETUP)
+	$(BIN)/python reproduce/acdc/run.py --smoke
 
 # What a shell completes, from the options of all commands.
 completions: $(SETUP)

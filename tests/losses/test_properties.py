@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from segcal import losses
 from segcal.errors import InputError
-from segcal.losses import voxelwise
+from segcal.losses import checks, neighbours, voxelwise
 
 CLASSES = 4
 IDS = list(losses.LOSSES)
@@ -46,6 +46,19 @@ def test_ignored_voxels_change_nothing_and_get_exactly_zero(name, content):
     assert torch.equal(slope, other)
     assert not other[away].any()
     assert other[~away].any()
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("ignored", [0.0, 0.1])
+def test_labels_checked_before_give_the_same_loss(name, ignored, monkeypatch):
+    """What a GPU computes where nobody looks at the labels first."""
+    logits, labels = batch(ignored=ignored)
+    value, slope = gradient(make(name), logits, labels)
+    for module in (checks, neighbours):
+        monkeypatch.setattr(module, "takes_labels_for_valid", lambda labels: True)
+    unseen, other = gradient(make(name), logits, labels)
+    torch.testing.assert_close(unseen, value)
+    torch.testing.assert_close(other, slope)
 
 
 @pytest.mark.parametrize("name", IDS)

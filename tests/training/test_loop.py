@@ -2,6 +2,7 @@ import csv
 import json
 import math
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import segcal
 from datasets import snapshot
 from segcal.errors import SegcalError
 from segcal.training import Trainer, UNet, load_network, train
+from segcal.training.data import hold
+from segcal.training.late import LateNumbers
 from segcal.training.prediction import predict
 from training.scans import small, write_scans
 
@@ -243,6 +246,81 @@ def test_a_loss_that_is_not_finite_stops_the_run(root):
         trainer.fit()
     assert torch.load(trainer.output / "last.pt", weights_only=True)["epoch"] == 1
     assert train(config, resume=True).epochs == 4
+
+
+def test_a_loss_read_late_is_named_by_its_own_step(root, monkeypatch):
+    monkeypatch.setattr(LateNumbers, "add", partialmethod(late_add, LateNumbers.add))
+    trainer = Trainer(small(root, epochs=4, batch=1))
+    good, calls = trainer.loss, []
+
+    class Bad(torch.nn.Module):
+        def forward(self, logits, labels):
+            calls.append(1)
+            return good(logits, labels) * (math.nan if len(calls) == 5 else 1)
+
+    trainer.loss = Bad()
+    with pytest.raises(SegcalError, match="epoch 2, step 1: the loss is nan; the checkpoint of epoch 1 is kept"):
+        trainer.fit()
+    assert len(calls) == 8  # three steps of four later
+    assert all(torch.load(trainer.output / "last.pt", weights_only=True)["network"]["head.bias"].isfinite())
+
+
+def late_add(self, add, number):
+    self.steps = 3
+    return add(self, number)
+
+
+def test_checkpoints_every_few_epochs_and_when_stopped(root, tmp_path):
+    train(small(root, "whole", epochs=5))
+    options = {"epochs": 5, "save_every": 2}
+    saved = []
+
+    def progress(text):
+        file = tmp_path / "parts" / "last.pt"
+        saved.append(torch.load(file, weights_only=True)["epoch"] if file.exists() else 0)
+        if "epoch 4/" in text:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(small(root, "parts", **options), progress=progress)
+    assert saved == [0, 0, 0, 0, 2, 2, 2]
+    stopped = Trainer(small(root, "parts", **options), resume=True)
+    assert stopped.fit(stop=lambda: stopped.done == 3).epochs == 3
+    assert torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["epoch"] == 3
+    assert train(small(root, "parts", **options), resume=True).epochs == 5
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert same(weights(whole), weights(parts))
+    assert (whole / "best.safetensors").read_bytes() == (parts / "best.safetensors").read_bytes()
+
+
+def test_held_scans_train_the_same_network(root, tmp_path, monkeypatch):
+    Trainer(small(root, "read", loss="bwcr")).fit()
+    held = Trainer(small(root, "held", loss="bwcr"))
+    held.samples = replace(held.samples, scans=hold(held.samples.scans, torch.device("cpu")))
+    held.validation = hold(held.validation, torch.device("cpu"))
+    held.fit()
+    assert same(weights(tmp_path / "read"), weights(tmp_path / "held"))
+
+
+def test_a_compiled_network_is_the_same_network(root, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda network, **_: compiled.append(network) or network)
+    Trainer(small(root, "plain", epochs=1)).fit()
+    trainer = Trainer(small(root, "compiled", epochs=1, compile=True))
+    trainer.fit()
+    assert compiled == [trainer.network]
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "compiled"))
+
+
+def test_predictions_are_what_is_written(root):
+    trainer = Trainer(small(root))
+    trainer.fit()
+    trainer.write_logits()
+    written = segcal.open_cases(trainer.output / "logits-test")
+    for case, other in zip(trainer.predictions("test"), written, strict=True):
+        assert case.id == other.id
+        assert torch.equal(case.logits, other.logits)
+        assert torch.equal(case.labels, other.labels)
 
 
 def test_weights_that_are_not_finite_stop_the_run(root):

@@ -1,9 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from segcal.training.data import open_dataset
+from segcal.training.data import hold, open_dataset
 from segcal.training.samples import Samples, Schedule, rotate
 from training.scans import small, write_scans
 
@@ -19,9 +20,9 @@ def test_slices_of_volumes_are_the_volume(tmp_path):
     assert len(found) == 10
     labels = np.load(tmp_path / "d" / "labels" / "volume-001.npy")
     image = np.load(tmp_path / "d" / "images" / "volume-001.npy")[0]
-    assert torch.equal(found[7].labels, torch.from_numpy(labels[2].astype(np.int64)))
+    assert torch.equal(found[[7]].labels[0], torch.from_numpy(labels[2].astype(np.int64)))
     expected = (image[2] - image.mean(dtype=np.float64)) / image.std(dtype=np.float64)
-    torch.testing.assert_close(found[7].images[0, 0], torch.from_numpy(expected).float())
+    torch.testing.assert_close(found[[7]].images[0, 0], torch.from_numpy(expected).float())
 
 
 def test_augmentation_moves_image_and_labels_together(tmp_path):
@@ -36,28 +37,28 @@ def test_augmentation_moves_image_and_labels_together(tmp_path):
     for epoch in range(6):
         plain.epoch = moved.epoch = epoch
         for index in range(3):
-            image, labels = moved[index].images[0, 0], moved[index].labels
+            image, labels = moved[[index]].images[0, 0], moved[[index]].labels[0]
             scan = moved.scans[index]
             values = image * scan.std[0] + scan.mean[0]
             wrong = (values - labels).abs()[labels != 255] > 0.05
             assert wrong.float().mean() < 0.2  # borders, blurred
-            changed += not torch.equal(labels, plain[index].labels)
+            changed += not torch.equal(labels, plain[[index]].labels[0])
     assert changed > 9
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (3, 5, 5)])
 def test_a_quarter_turn_is_exact(shape):
-    image, labels = torch.randn(2, *shape), torch.randint(0, 4, shape)
+    image, labels = torch.randn(3, 2, *shape), torch.randint(0, 4, (3, *shape))
     labels[..., 0, 0] = 255
-    turned, moved = rotate(image, labels, 90, 255)
+    turned, moved = rotate(image, labels, [90] * 3, 255)
     torch.testing.assert_close(turned, image.rot90(1, (-2, -1)), atol=1e-5, rtol=0)
     assert torch.equal(moved, labels.rot90(1, (-2, -1)))
 
 
 def test_what_comes_from_outside_is_ignored():
-    image, labels = rotate(torch.ones(1, 9, 9), torch.zeros(9, 9, dtype=torch.long), 45, 255)
-    assert (labels[0, 0], image[0, 0, 0]) == (255, 0)
-    assert labels[4, 4] == 0
+    image, labels = rotate(torch.ones(1, 1, 9, 9), torch.zeros(1, 9, 9, dtype=torch.long), [45], 255)
+    assert (labels[0, 0, 0], image[0, 0, 0, 0]) == (255, 0)
+    assert labels[0, 4, 4] == 0
 
 
 def test_randomness_follows_from_seed_epoch_and_sample_alone(tmp_path):
@@ -65,22 +66,51 @@ def test_randomness_follows_from_seed_epoch_and_sample_alone(tmp_path):
     options = {"augment": ("flip", "rotate"), "crop": (16, 16), "views": 2}
     one, other = samples(tmp_path / "d", **options), samples(tmp_path / "d", **options)
     one.epoch = other.epoch = 5
-    _ = other[0], torch.rand(1)
-    assert torch.equal(one[3].images, other[3].images)
-    assert not torch.equal(one[3].images[0], one[3].images[1])
-    workers = DataLoader(one, batch_sampler=[[3, 1]], collate_fn=one.collate, num_workers=1)
-    here = one.collate([one[3], one[1]])
-    (there,) = workers
-    assert torch.equal(here.images, there.images)
+    _ = other[[0]], torch.rand(1)
+    here = one[[3]]
+    assert torch.equal(here.images, other[[3]].images)
+    assert not torch.equal(here.images[0], here.images[1])
+    together = one[[1, 3]]
+    assert torch.equal(together.images[1::2], here.images)
+    assert torch.equal(together.labels[1::2], here.labels)
     other.epoch = 6
-    assert not torch.equal(one[3].images, other[3].images)
+    assert not torch.equal(here.images, other[[3]].images)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [((24, 28), {}), ((4, 20, 24), {"crop": (16, 30)}), ((6, 16, 16), {"dims": 3})]
+)
+@pytest.mark.parametrize("views", [1, 2])
+def test_held_scans_and_workers_give_the_same_batches(tmp_path, size, options, views):
+    write_scans(tmp_path / "d", 6, size, splits=False, ignored=0.1)
+    plain = samples(tmp_path / "d", views, augment=("flip", "rotate"), workers=1, **options)
+    held = replace(plain, scans=hold(plain.scans, torch.device("cpu")))
+    assert {scan.labels(slice(0, 1)).dtype for scan in held.scans} == {torch.uint8}
+    plain.epoch = held.epoch = 2
+    steps = [chosen for chosen, _ in Schedule(len(plain), 4, 3).of(2)]
+    found = [list(one.batches(steps, pin=False)) for one in (plain, held)]
+    for step, one, other in zip(steps, *found, strict=True):
+        for here, there in zip(one, other, strict=True):
+            assert torch.equal(here, there)
+        # Padding apart, a sample does not depend on the others of its batch.
+        alone = plain[step[:1]]
+        assert torch.equal(one.images[0], alone.images[0])
+        assert torch.equal(one.labels[0], alone.labels[0])
+
+
+def test_too_much_to_hold_is_read(tmp_path):
+    write_scans(tmp_path / "d", 2, splits=False)
+    scans = samples(tmp_path / "d").scans
+    bytes_needed = 2 * 24 * 28 * (3 * 4 + 1)
+    assert hold(scans, torch.device("cpu"), bytes_needed)[0].held
+    assert hold(scans, torch.device("cpu"), bytes_needed - 1) is scans
 
 
 def test_batches_are_padded_with_ignored_voxels(tmp_path):
     write_scans(tmp_path / "a", 1, (20, 24), splits=False)
     write_scans(tmp_path / "b", 1, (24, 20), splits=False)
-    parts = [samples(tmp_path / name, views=2) for name in "ab"]
-    batch = parts[0].collate([part[0] for part in parts])
+    first, second = (samples(tmp_path / name, views=2) for name in "ab")
+    batch = replace(first, scans=[*first.scans, *second.scans])[[0, 1]]
     assert batch.images.shape == (4, 3, 24, 24)
     assert torch.equal(batch.labels[:2], batch.labels[2:])
     assert (batch.labels[0, 20:] == 255).all()

@@ -7,7 +7,9 @@ Shape conventions of all losses: logits are ``(B, C, *S)`` with C >= 2; labels a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypedDict
 
 import torch
@@ -46,6 +48,31 @@ class BaseOptions(Options, total=False):
 
 class PenaltyOptions(VoxelOptions, BaseOptions, total=False):
     """The options of a penalty that is a sum over voxels."""
+
+
+# Whether labels on a GPU are known to be valid: checking them waits for the GPU in every step.
+_CHECKED: ContextVar[bool] = ContextVar("_CHECKED", default=False)
+
+
+@contextmanager
+def checked_before() -> Iterator[None]:
+    """Within, losses of logits on a GPU take labels to be in range (and, of two views, alike) without a look.
+
+    Examples:
+        >>> with checked_before():
+        ...     prepare(torch.zeros(1, 2, 3), torch.tensor([[0, 1, 255]])).labels
+        tensor([[0, 1, 0]])
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def takes_labels_for_valid(labels: Tensor) -> bool:
+    """Whether a check that waits for the device is to be left out."""
+    return torch.compiler.is_compiling() or (labels.device.type != "cpu" and _CHECKED.get())
 
 
 #: The defaults of these options.
@@ -108,11 +135,14 @@ def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> tuple[Tens
     if not compiling:
         if not labels.numel():
             return labels, None
-        lowest, highest = torch.stack(torch.aminmax(labels)).tolist()
-        if lowest >= 0 and highest < classes and not lowest <= ignore_index <= highest:
-            return labels, None
+        if not takes_labels_for_valid(labels):
+            lowest, highest = torch.stack(torch.aminmax(labels)).tolist()
+            if lowest >= 0 and highest < classes and not lowest <= ignore_index <= highest:
+                return labels, None
     valid = labels != ignore_index
     labels = labels.where(valid, 0)
+    if not compiling and takes_labels_for_valid(labels):
+        return labels, valid
     outside = (labels < 0) | (labels >= classes)
     expected = f"0..{classes - 1}, or ignore_index = {ignore_index}"
     if compiling:  # A compiled graph cannot raise an InputError, but it can assert.

@@ -10,7 +10,15 @@ from typing_extensions import Unpack
 
 from segcal.errors import InputError, check_name
 from segcal.losses.base import Loss
-from segcal.losses.checks import Batch, PenaltyOptions, Reduction, VoxelOptions, check_number, check_patch
+from segcal.losses.checks import (
+    Batch,
+    PenaltyOptions,
+    Reduction,
+    VoxelOptions,
+    check_number,
+    check_patch,
+    takes_labels_for_valid,
+)
 from segcal.losses.combine import penalised
 from segcal.losses.patches import Prior, class_planes, gaussian_weights, label_prior
 from segcal.losses.voxelwise import Part, Terms, softmax, weighted_loss
@@ -168,7 +176,7 @@ def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
     valid = torch.ones_like(labels, dtype=torch.bool)
     if batch.valid is not None:
         valid = torch.logical_and(*batch.valid.chunk(2))
-    if not torch.compiler.is_compiling() and bool(((labels != others) & valid).any()):
+    if not takes_labels_for_valid(labels) and bool(((labels != others) & valid).any()):
         raise InputError(
             "labels of the two views differ",
             expected="the second half of the batch to show the same voxels as the first",

@@ -245,7 +245,7 @@ def cross_entropy_terms(batch: Batch, class_weights: Tensor | None, out: Tensor 
 
 def minus_labels(probabilities: Tensor, index: Tensor) -> Tensor:
     """``p - onehot(y)``, in place; ``index (B, 1, *S)`` are the labels."""
-    return probabilities.scatter_add_(1, index, probabilities.new_tensor(-1).expand(index.shape))
+    return probabilities.scatter_add_(1, index, probabilities.new_full((), -1).expand(index.shape))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Unpack[VoxelOptions]) -> Tensor:

@@ -136,9 +136,13 @@ class TrainingConfig:
     batch: Annotated[int, _COUNT] = 16
     """Images per step, in all processes together."""
     epochs: Annotated[int, _COUNT] = 100
+    save_every: Annotated[int, _COUNT] = 1
+    """Epochs between two checkpoints. The last epoch is always saved."""
     seed: Annotated[int, _whole(0, MAX_SEED)] = 0
     amp: Annotated[bool, BOOL] = False
-    """Mixed precision: float16 on CUDA, bfloat16 on a CPU."""
+    """Mixed precision: bfloat16, or float16 on a GPU without it."""
+    compile: Annotated[bool, BOOL] = False
+    """Compile the network for training, which takes about a minute once and saves time in every step."""
     device: Annotated[str, _TEXT] = "auto"
     workers: Annotated[int, _whole(0)] = 0
     """Processes that read ahead; 0 reads in the training process."""

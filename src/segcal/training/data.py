@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from segcal.training.config import PARTS, TrainingConfig
 
 # Shares of training, validation and test if neither the configuration nor the dataset says them.
 SHARES = (0.7, 0.1, 0.2)
+# Scans that take more bytes than this together are read when needed, and not held on a GPU.
+HELD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,36 @@ class Scan:
         if self.mask is not None:
             labels[self.mask.read(rows) == 0] = self.ignore_index
         return torch.from_numpy(labels)
+
+
+@dataclass(frozen=True)
+class HeldScan(Scan):
+    """A scan whose normalised image and labels are held on a device."""
+
+    held: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+
+    def normalised(self, rows: slice) -> Tensor:
+        """Some rows of the normalised image, a view."""
+        return self.held[0][:, rows]
+
+    def labels(self, rows: slice) -> Tensor:
+        """Some rows of the labels, a view: uint8 if they fit, else int64."""
+        return self.held[1][rows]
+
+
+def hold(scans: Sequence[Scan], device: torch.device, limit: int = HELD_BYTES) -> Sequence[Scan]:
+    """The scans, held on a device if they take at most ``limit`` bytes there; otherwise as they are."""
+    small = all(0 <= scan.ignore_index < 256 for scan in scans)
+    if sum(math.prod(scan.spatial) * (4 * scan.channels + (1 if small else 8)) for scan in scans) > limit:
+        return scans
+    found = []
+    for scan in scans:
+        everything = slice(0, scan.spatial[0])
+        labels = scan.labels(everything)
+        if small and int(labels.max()) < 256:
+            labels = labels.to(torch.uint8)
+        found.append(HeldScan(**vars(scan), held=(scan.normalised(everything).to(device), labels.to(device))))
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,26 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
 
+from segcal.cases import CaseSet
 from segcal.cases.pack import DATASET
 from segcal.errors import ConfigError, DataError, InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, check_writable
 from segcal.files.folders import OwnFolder
 from segcal.losses import CRaC
+from segcal.losses.checks import checked_before
 from segcal.training.config import TrainingConfig, build_loss, load_config
-from segcal.training.data import Scan, open_dataset
+from segcal.training.data import Scan, hold, open_dataset
+from segcal.training.late import LATE_STEPS, LateNumbers
 from segcal.training.networks import UNet, load_network
-from segcal.training.prediction import Scores, validate, write_logits
+from segcal.training.prediction import Scores, predictions, validate, write_logits
 from segcal.training.processes import join
 from segcal.training.samples import Batch, Samples, Schedule
 
@@ -33,7 +36,7 @@ LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
 _CHECKPOINT = {"format": "segcal.training", "version": 1}
 # Keys that may differ from the checkpoint's when a run is resumed, because they do not change the steps made so far.
 # The scans themselves are compared, wherever they are.
-_FREE = ("data", "output", "epochs", "device", "workers", "logits")
+_FREE = ("data", "output", "epochs", "save_every", "device", "compile", "workers", "logits")
 # The parts of a trainer with a state of their own.
 _STATEFUL = ("network", "optimiser", "scaler", "loss")
 LOGITS = {"validation": "logits-val", "test": "logits-test"}
@@ -107,15 +110,23 @@ class Trainer:
         self.network = UNet(self.dataset.channels, self.dataset.classes, **options).to(self.processes.device)
         self.loss.to(self.processes.device)
         self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate)
-        device = self.processes.device.type
-        self.scaler = torch.amp.GradScaler(device, enabled=config.amp and device == "cuda")
-        views = max(getattr(module, "views", 1) for module in self.loss.modules())
-        self.samples = Samples(self._scans_of("train"), config, self.dataset.ignore_index, views)
         processes = self.processes
+        old = processes.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        self.half = torch.float16 if old else torch.bfloat16
+        # bfloat16 has the range of float32 and needs no scaling.
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.amp and old)
+        views = max(getattr(module, "views", 1) for module in self.loss.modules())
+        scans, self.validation = self._scans_of("train"), self._scans_of("validation")
+        if processes.device.type == "cuda":
+            held = hold([*scans, *self.validation], processes.device)
+            scans, self.validation = list(held[: len(scans)]), list(held[len(scans) :])
+        self.samples = Samples(scans, config, self.dataset.ignore_index, views)
         self.schedule = Schedule(len(self.samples), config.batch, config.seed, processes.rank, processes.world)
-        self.done = 0
+        self.done = self.saved = 0
         self.history: list[dict[str, float]] = []
         self.best: dict[str, float] = {}
+        # The weights of the best model until they are written, beside the next checkpoint.
+        self._unsaved: dict[str, Tensor] | None = None
         if state is not None:
             self._restore(state)
 
@@ -129,18 +140,29 @@ class Trainer:
         """The number of cases that ``write_logits`` will write."""
         return sum(len(self.parts[part]) for part in LOGITS) if self.processes.first else 0
 
-    def fit(self, progress: Progress = lambda step: None) -> TrainingReport:
-        """Train to the last epoch. After every epoch, validate, write a line of the log and save a checkpoint."""
+    def fit(self, progress: Progress = lambda step: None, stop: Callable[[], bool] = lambda: False) -> TrainingReport:
+        """Train to the last epoch. After every epoch, validate; every ``save_every``, write log and checkpoint.
+
+        If ``stop()`` is true after an epoch, that epoch is saved and the run ends there, to be resumed later.
+        """
         started = time.perf_counter()
-        model = self.processes.wrap(self.network)
+        # The compiled network shares its weights with the plain one, which predicts.
+        compiled: Any = torch.compile(self.network, dynamic=False) if self.config.compile else self.network
+        model = self.processes.wrap(compiled)
         for epoch in range(self.done + 1, self.config.epochs + 1):
             loss = self._train_epoch(model, epoch, progress)
             self.processes.share_buffers(self.network)
-            scans = self._scans_of("validation")
-            scores = validate(self.network, scans, self.processes, self.dataset.classes, self.config, self.controllers)
+            scores = validate(
+                self.network, self.validation, self.processes, self.dataset.classes, self.config, self.controllers
+            )
             for controller in self.controllers:
                 controller.update()
             self._end_epoch(epoch, loss, scores)
+            ends = any(self.processes.gather([stop()]))
+            if self.processes.first and (ends or epoch == self.config.epochs or epoch % self.config.save_every == 0):
+                self._save()
+            if ends:
+                break
         self.processes.leave()
         best, seconds = self.best, time.perf_counter() - started
         return TrainingReport(
@@ -151,10 +173,14 @@ class Trainer:
         """Write the best model's logits as datasets, in the first process only."""
         if not self.processes.first:
             return
-        best = load_network(self.output / BEST).to(self.processes.device)
         for part, folder in LOGITS.items():
-            if scans := self._scans_of(part):
-                write_logits(best, self.dataset, scans, self.output / folder, self.config, progress)
+            if self.parts[part]:
+                write_logits(self.predictions(part), self.output / folder, self.config, progress)
+
+    def predictions(self, part: str) -> CaseSet:
+        """The best model's logits of ``train``, ``validation`` or ``test`` scans as cases, computed when used."""
+        best = load_network(self.output / BEST).to(self.processes.device)
+        return predictions(best, self.dataset, self._scans_of(part), self.config)
 
     def _train_epoch(self, model: torch.nn.Module, epoch: int, progress: Progress) -> float:
         """Train on all samples once; returns the mean loss of the steps."""
@@ -163,43 +189,43 @@ class Trainer:
             group["lr"] = self.config.learning_rate_at(epoch)
         self.samples.epoch = epoch
         steps = list(self.schedule.of(epoch))
-        loader: DataLoader[Any] = DataLoader(
-            self.samples,
-            batch_sampler=[chosen for chosen, _ in steps],
-            collate_fn=self.samples.collate,
-            num_workers=self.config.workers,
-            pin_memory=self.processes.device.type == "cuda",
-            generator=torch.Generator(),  # Otherwise every epoch would draw from the global generator.
-        )
-        total, shown = 0.0, "-"
-        for step, (batch, (_, share)) in enumerate(zip(loader, steps, strict=True), 1):
-            progress(f"epoch {epoch}/{self.config.epochs}, loss {shown}")
-            value = self._step(model, batch, share)
-            if not math.isfinite(value):
-                raise self._diverged(f"the loss is {value}", epoch, step)
-            total += value
-            shown = f"{value:.4f}"
-        if not all(bool(parameter.isfinite().all()) for parameter in self.network.parameters()):
-            raise self._diverged("weights are not finite", epoch, len(steps))
-        return sum(self.processes.gather([total / len(steps)])) / self.processes.world
+        on_gpu = self.processes.device.type == "cuda"
+        losses, late = [], LateNumbers(LATE_STEPS if on_gpu else 0)
 
-    def _step(self, model: torch.nn.Module, batch: Batch, share: float) -> float:
+        def read(values: Iterator[float]) -> None:
+            for value in values:
+                losses.append(value)
+                if not math.isfinite(value):
+                    raise self._diverged(f"the loss is {value}", epoch, len(losses))
+
+        batches = self.samples.batches([chosen for chosen, _ in steps], pin=on_gpu)
+        for batch, (_, share) in zip(batches, steps, strict=True):
+            shown = f"{losses[-1]:.4f}" if losses else "-"
+            progress(f"epoch {epoch}/{self.config.epochs}, loss {shown}")
+            read(late.add(self._step(model, batch, share)))
+        read(late.rest())
+        finite = torch.stack([parameter.isfinite().all() for parameter in self.network.parameters()])
+        if not bool(finite.all()):
+            raise self._diverged("weights are not finite", epoch, len(steps))
+        return sum(self.processes.gather([sum(losses) / len(steps)])) / self.processes.world
+
+    def _step(self, model: torch.nn.Module, batch: Batch, share: float) -> Tensor:
+        """Make a step and return its loss, which on a GPU may not be computed yet."""
         device = self.processes.device
         images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-        half = torch.float16 if device.type == "cuda" else torch.bfloat16
-        with torch.autocast(device.type, half, enabled=self.config.amp):
+        with torch.autocast(device.type, self.half, enabled=self.config.amp):
             logits = model(images)
-        loss = share * self.loss(logits, labels)
+        with checked_before():  # when the dataset was opened
+            loss = share * self.loss(logits, labels)
         self.optimiser.zero_grad()
-        value = float(loss.detach())
-        if math.isfinite(value):
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimiser)
-            self.scaler.update()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        value: Tensor = loss.detach()
         return value
 
     def _diverged(self, problem: str, epoch: int, step: int) -> SegcalError:
-        kept = f"the checkpoint of epoch {self.done} is kept" if self.done else "there is no checkpoint yet"
+        kept = f"the checkpoint of epoch {self.saved} is kept" if self.saved else "there is no checkpoint yet"
         return SegcalError(
             f"{problem}; {kept}",
             where=f"epoch {epoch}, step {step}",
@@ -211,7 +237,7 @@ class Trainer:
         return [self.dataset.scans[name] for name in self.parts[part]]
 
     def _end_epoch(self, epoch: int, loss: float, scores: Scores) -> None:
-        """Log the epoch, save the model if it is the best so far, and save a checkpoint."""
+        """Add the epoch to the history, and keep the model if it is the best so far."""
         self.done = epoch
         dice = scores.mean_dice(None if self.config.background else self.dataset.background)
         names = self.dataset.declared.class_names or tuple(map(str, range(self.dataset.classes)))
@@ -236,16 +262,16 @@ class Trainer:
         better = (math.isnan(dice) and not self.parts["validation"]) or dice > self.best.get("dice", -math.inf)
         if better or not self.best:
             self.best = {"epoch": epoch, "dice": dice, "nll": scores.nll, "ece": scores.ece}
-            if self.processes.first:
-                self.network.save(self.output / BEST)
-        if self.processes.first:
-            self._save()
+            self._unsaved = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
 
     def _save(self) -> None:
-        """Write the log, one line per epoch, and everything that a run needs to resume exactly.
+        """Write the best model, the log, one line per epoch, and everything that a run needs to resume exactly.
 
         Columns of the log are named like TensorBoard tags. Once weights are drawn, nothing uses torch's generators.
         """
+        if self._unsaved is not None:
+            self.network.save(self.output / BEST, self._unsaved)
+            self._unsaved = None
         with atomic_path(self.output / LOG) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(self.history[0]))
             writer.writeheader()
@@ -260,6 +286,7 @@ class Trainer:
             "best": self.best,
         }
         save_checkpoint(self.output / LAST, state)
+        self.saved = self.done
 
     def _sizes(self) -> dict[str, dict[str, list[int]]]:
         """The size of every scan by part and name."""
@@ -282,8 +309,10 @@ class Trainer:
 
     def _restore(self, state: dict[str, Any]) -> None:
         for name in _STATEFUL:
-            getattr(self, name).load_state_dict(state[name])
+            if state[name] or name != "scaler":  # It is empty where gradients were not scaled.
+                getattr(self, name).load_state_dict(state[name])
         self.done, self.history, self.best = state["epoch"], list(state["history"]), dict(state["best"])
+        self.saved = self.done
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -102,9 +102,10 @@ class UNet(nn.Module):
         inside = (slice(None), slice(None), *(slice(size) for size in space))
         return logits[inside].contiguous()
 
-    def save(self, path: Path) -> None:
-        """Write the weights and the constructor's arguments to a safetensors file."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+    def save(self, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write the weights (or other ones for this network) and the constructor's arguments to a safetensors file."""
+        weights = self.state_dict() if weights is None else weights
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         with atomic_path(path) as temporary:
             temporary.write_bytes(save(tensors, metadata={_KEY: json.dumps(self.options)}))
 
@@ -171,6 +172,8 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def pad_end(tensor: Tensor, size: Sequence[int], *, mode: str = "constant", value: float | None = None) -> Tensor:
-    """Pad the last axes at their end to a size."""
+    """Pad the last axes at their end to a size; a tensor that has it is returned as it is."""
     missing = [want - have for want, have in zip(size, tensor.shape[-len(size) :], strict=True)]
+    if not any(missing):
+        return tensor
     return F.pad(tensor, [amount for lack in reversed(missing) for amount in (0, lack)], mode, value)

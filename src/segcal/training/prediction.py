@@ -74,7 +74,7 @@ def validate(
         stats = whole.empty_like()
         everything = slice(0, scan.spatial[0])
         for part, logits in predict(network, scan, everything, dims=config.dims, batch=config.batch):
-            labels = scan.labels(part).to(logits.device).view(len(logits), *logits.shape[2:])
+            labels = scan.labels(part).to(logits.device).long().view(len(logits), *logits.shape[2:])
             stats.update(logits, labels, ignore_index=scan.ignore_index)
             for controller in controllers:
                 controller.observe(logits, labels)
@@ -88,18 +88,16 @@ def validate(
     return Scores(dice, float(nll(total)), float(ece(total)))
 
 
-def write_logits(
-    network: nn.Module,
-    dataset: Dataset,
-    scans: Sequence[Scan],
-    folder: Path,
-    config: TrainingConfig,
-    progress: Callable[[str], None],
-) -> None:
-    """Write logits, labels and images of some scans as a dataset, replacing those of an earlier run."""
+def write_logits(cases: CaseSet, folder: Path, config: TrainingConfig, progress: Callable[[str], None]) -> None:
+    """Write logits, labels and images of predicted cases as a dataset, replacing those of an earlier run."""
+    write_dataset(cases, folder, dtype=config.logits, resume=True, progress=progress)
+
+
+def predictions(network: nn.Module, dataset: Dataset, scans: Sequence[Scan], config: TrainingConfig) -> CaseSet:
+    """Scans with the logits of a network, which is put into evaluation mode, as cases; computed whenever read."""
     network.eval()
     sources = [_Prediction(network, dataset, scan, config) for scan in scans]
-    cases = _Predictions(
+    return _Predictions(
         [CaseRef(source.id, partial(Case, source)) for source in sources],
         num_classes=dataset.classes,
         ignore_index=dataset.ignore_index,
@@ -107,7 +105,6 @@ def write_logits(
         class_names=dataset.declared.class_names,
         groups=dataset.declared.groups,
     )
-    write_dataset(cases, folder, dtype=config.logits, resume=True, progress=progress)
 
 
 class _Predictions(CaseSet):

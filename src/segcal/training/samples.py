@@ -3,37 +3,58 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import data
 
 from segcal.training.config import TrainingConfig
-from segcal.training.data import Scan
+from segcal.training.data import HeldScan, Scan
 from segcal.training.networks import pad_end
 
 # Largest angle of the rotation augmentation.
 MOST_DEGREES = 15.0
+# Steps whose random numbers are drawn ahead of time.
+_AHEAD = 4
 
 
 class Batch(NamedTuple):
-    """``images (V B, channels, *S)``, all first views before all second ones, and labels ``(V B, *S)``.
-
-    A single sample has its views ``(V, channels, *S)`` as images, and one map of labels ``(*S)``.
-    """
+    """``images (V B, channels, *S)``, all first views before all second ones, and labels ``(V B, *S)``."""
 
     images: Tensor
     labels: Tensor
 
 
+class View(NamedTuple):
+    """A change of contrast, brightness and noise, in units of the normalised image's standard deviation."""
+
+    contrast: float
+    brightness: float
+    noise: NDArray[np.float32]
+
+
+class Draw(NamedTuple):
+    """All that is random about a sample: the crop's first voxel, axes to flip, the rotation if any, and views."""
+
+    start: tuple[int, ...] | None
+    flips: tuple[int, ...]
+    degrees: float | None
+    views: tuple[View, ...]
+
+
 @dataclass
 class Samples(data.Dataset[Batch]):
     """The training samples of an epoch: images, slices of volumes (``dims`` 2), or volumes (``dims`` 3).
+
+    ``samples[[3, 1]]`` is the batch of these two. Scans that are held on a device give batches there.
 
     Args:
         scans: The training scans.
@@ -62,28 +83,88 @@ class Samples(data.Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, index: int) -> Batch:
-        (scan, rows), config = self.index[index], self.config
-        image, labels = scan.normalised(rows), scan.labels(rows)
-        if len(scan.spatial) > config.dims:
-            image, labels = image[:, 0], labels[0]
-        rng = np.random.default_rng((config.seed, self.epoch, index))
-        if config.crop is not None:
-            image, labels = _crop(image, labels, config.crop, self.ignore_index, rng)
-        if "flip" in config.augment:
-            axes = [axis for axis in (-1, -2) if rng.random() < 0.5]
-            image, labels = image.flip(axes), labels.flip(axes)
-        if "rotate" in config.augment and rng.random() < 0.5:
-            image, labels = rotate(image, labels, rng.uniform(-MOST_DEGREES, MOST_DEGREES), self.ignore_index)
-        views = [image] if self.views == 1 else [_view(image, rng) for _ in range(self.views)]
-        return Batch(torch.stack(views), labels)
+    def __getitem__(self, chosen: Sequence[int]) -> Batch:
+        return self.assemble(chosen, [self.draw(index) for index in chosen])
 
-    def collate(self, samples: Sequence[Batch]) -> Batch:
-        """Stack samples; smaller ones are padded with ignored voxels."""
-        size = [max(sizes) for sizes in zip(*(sample.labels.shape for sample in samples), strict=True)]
-        images = torch.stack([pad_end(sample.images, size) for sample in samples], 1).flatten(0, 1)
-        labels = torch.stack([pad_end(sample.labels, size, value=self.ignore_index) for sample in samples])
-        return Batch(images, labels.repeat(self.views, *(1,) * self.config.dims))
+    def batches(self, steps: Sequence[Sequence[int]], *, pin: bool) -> Iterator[Batch]:
+        """The batch of every step of an epoch. Held scans need no loader, only random numbers ahead of time."""
+        if not all(isinstance(scan, HeldScan) for scan in self.scans):
+            yield from data.DataLoader(
+                self,
+                sampler=steps,  # type: ignore[arg-type, unused-ignore]
+                batch_size=None,
+                num_workers=self.config.workers,
+                pin_memory=pin,
+                generator=torch.Generator(),  # Otherwise every epoch would draw from the global generator.
+            )
+            return
+        waiting: deque[tuple[Sequence[int], Future[list[Draw]]]] = deque()
+        with ThreadPoolExecutor(1, "segcal-draws") as thread:
+            for chosen in steps:
+                waiting.append((chosen, thread.submit(lambda some: [self.draw(index) for index in some], chosen)))
+                if len(waiting) > _AHEAD:
+                    ready, draws = waiting.popleft()
+                    yield self.assemble(ready, draws.result())
+            for ready, draws in waiting:
+                yield self.assemble(ready, draws.result())
+
+    def draw(self, index: int) -> Draw:
+        """The random numbers of a sample in this epoch."""
+        scan, config = self.index[index][0], self.config
+        rng = np.random.default_rng((config.seed, self.epoch, index))
+        size, start = scan.spatial[-config.dims :], None
+        if config.crop is not None:
+            start = tuple(
+                int(rng.integers(max(0, have - want) + 1)) for have, want in zip(size, config.crop, strict=True)
+            )
+            size = config.crop
+        flips = tuple(axis for axis in (-1, -2) if rng.random() < 0.5) if "flip" in config.augment else ()
+        turned = "rotate" in config.augment and rng.random() < 0.5
+        degrees = rng.uniform(-MOST_DEGREES, MOST_DEGREES) if turned else None
+        count = 0 if self.views == 1 else self.views
+        views = tuple(
+            View(rng.uniform(0.8, 1.2), rng.uniform(-0.2, 0.2), _noise(rng, (scan.channels, *size)))
+            for _ in range(count)
+        )
+        return Draw(start, flips, degrees, views)
+
+    def assemble(self, chosen: Sequence[int], draws: Sequence[Draw]) -> Batch:
+        """The batch of some samples with given random numbers; smaller samples are padded with ignored voxels."""
+        samples = [self._cropped(*self._read(index), draw) for index, draw in zip(chosen, draws, strict=True)]
+        by_size: dict[tuple[int, ...], list[int]] = {}
+        for place, (_, labels) in enumerate(samples):
+            by_size.setdefault(labels.shape, []).append(place)
+        most = [max(sizes) for sizes in zip(*by_size, strict=True)]
+        images: dict[int, Tensor] = {}
+        maps: dict[int, Tensor] = {}
+        for places in by_size.values():
+            views, labels = augmented(
+                torch.stack([samples[place][0] for place in places]),
+                torch.stack([samples[place][1] for place in places]).long(),
+                [draws[place] for place in places],
+                self.ignore_index,
+            )
+            images |= zip(places, pad_end(views, most).unbind(1), strict=True)
+            maps |= zip(places, pad_end(labels, most, value=self.ignore_index), strict=True)
+        order = range(len(samples))
+        return Batch(
+            torch.stack([images[place] for place in order], 1).flatten(0, 1),
+            torch.stack([maps[place] for place in order]).repeat(self.views, *(1,) * self.config.dims),
+        )
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        """A normalised image ``(channels, *S)`` and its labels ``(*S)``."""
+        scan, rows = self.index[index]
+        image, labels = scan.normalised(rows), scan.labels(rows)
+        return (image[:, 0], labels[0]) if len(scan.spatial) > self.config.dims else (image, labels)
+
+    def _cropped(self, image: Tensor, labels: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        size = self.config.crop
+        if draw.start is None or size is None:
+            return image, labels
+        part = tuple(slice(first, first + want) for first, want in zip(draw.start, size, strict=True))
+        channels_too = (slice(None), *part)
+        return pad_end(image[channels_too], size), pad_end(labels[part], size, value=self.ignore_index)
 
 
 @dataclass(frozen=True)
@@ -124,40 +205,62 @@ class Schedule:
             yield mine or step[:1], len(mine) * self.world / len(step)
 
 
-def rotate(image: Tensor, labels: Tensor, degrees: float, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Turn an image ``(channels, *S)`` and its labels ``(*S)`` in the last two axes, about the centre.
+def augmented(images: Tensor, labels: Tensor, draws: Sequence[Draw], ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Views ``(V, B, channels, *S)`` of images ``(B, channels, *S)``, and the labels ``(B, *S)`` moved as they are.
+
+    One code for all devices; on a GPU nothing here waits for it.
+    """
+    device, one_each = images.device, (-1, *(1,) * (labels.ndim - 1))
+    for axis in (-1, -2):
+        if any(axis in draw.flips for draw in draws):
+            flip = _on([axis in draw.flips for draw in draws], device).view(one_each)
+            images = torch.where(flip.unsqueeze(1), images.flip(axis), images)
+            labels = torch.where(flip, labels.flip(axis), labels)
+    if degrees := {place: draw.degrees for place, draw in enumerate(draws) if draw.degrees is not None}:
+        turned = _on(list(degrees), device)
+        parts = rotate(images[turned], labels[turned], list(degrees.values()), ignore_index)
+        images, labels = (
+            whole.index_copy(0, turned, part) for whole, part in zip((images, labels), parts, strict=True)
+        )
+    if not draws[0].views:
+        return images[None], labels
+    views = []
+    for each in zip(*(draw.views for draw in draws), strict=True):
+        contrast = _on([view.contrast for view in each], device).view(one_each).unsqueeze(1)
+        brightness = _on([view.brightness for view in each], device).view(one_each).unsqueeze(1)
+        views.append(images * contrast + brightness + _on(np.stack([view.noise for view in each]), device))
+    return torch.stack(views), labels
+
+
+def rotate(images: Tensor, labels: Tensor, degrees: Sequence[float], ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Turn images ``(B, channels, *S)`` and their labels ``(B, *S)`` in the last two axes, about the centre.
 
     Images are interpolated linearly, labels by nearest neighbour. Voxels from outside the image are 0 and ignored.
 
     Examples:
-        >>> image, labels = rotate(torch.arange(4.0).view(1, 2, 2), torch.tensor([[0, 1], [2, 3]]), 90, 255)
+        >>> image, labels = rotate(torch.arange(4.0).view(1, 1, 2, 2), torch.tensor([[[0, 1], [2, 3]]]), [90], 255)
         >>> image, labels
-        (tensor([[[1., 3.], [0., 2.]]]), tensor([[1, 3], [0, 2]]))
+        (tensor([[[[1., 3.], [0., 2.]]]]), tensor([[[1, 3], [0, 2]]]))
     """
-    height, width = labels.shape[-2:]
-    cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    count, height, width = len(labels), *labels.shape[-2:]
+    angles = [(math.cos(math.radians(angle)), math.sin(math.radians(angle))) for angle in degrees]
     # Coordinates run from -1 to 1 along both axes, so the rotation needs the aspect ratio.
-    turn = torch.tensor([[[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]])
-    grid = F.affine_grid(turn, [1, 1, height, width], align_corners=False)
-    flat = image.reshape(1, -1, height, width)
-    turned = F.grid_sample(flat, grid, mode="bilinear", align_corners=False).view(image.shape)
+    turns = [[[c, -s * height / width, 0.0], [s * width / height, c, 0.0]] for c, s in angles]
+    grid = F.affine_grid(_on(turns, images.device), [count, 1, height, width], align_corners=False)
+    flat = images.reshape(count, -1, height, width)
+    turned = F.grid_sample(flat, grid, mode="bilinear", align_corners=False).view(images.shape)
     # Rotation fills in zeros from outside the image, so the ignored label is shifted to 0 meanwhile.
-    shifted = (labels - ignore_index).float().reshape(1, -1, height, width)
+    shifted = (labels - ignore_index).float().reshape(count, -1, height, width)
     moved = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)
     return turned, moved.long().view(labels.shape) + ignore_index
 
 
-def _crop(
-    image: Tensor, labels: Tensor, size: Sequence[int], ignore_index: int, rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    start = [int(rng.integers(max(0, have - want) + 1)) for have, want in zip(labels.shape, size, strict=True)]
-    part = tuple(slice(first, first + want) for first, want in zip(start, size, strict=True))
-    channels_too = (slice(None), *part)
-    return pad_end(image[channels_too], size), pad_end(labels[part], size, value=ignore_index)
+def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    noise: NDArray[np.float32] = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+    return noise
 
 
-def _view(image: Tensor, rng: np.random.Generator) -> Tensor:
-    """A random change of contrast, brightness and noise, in units of the normalised image's standard deviation."""
-    contrast, brightness = rng.uniform(0.8, 1.2), rng.uniform(-0.2, 0.2)
-    noise = torch.from_numpy(rng.normal(0, 0.1, image.shape).astype(np.float32))
-    return image * contrast + brightness + noise
+def _on(values: Sequence[object] | NDArray[np.float32], device: torch.device) -> Tensor:
+    """Values as a tensor on a device; a GPU fetches them from pinned memory in its own time."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

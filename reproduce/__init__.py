@@ -1,0 +1,1 @@
+"""The tables of published papers, made again by segcal: one folder for each dataset."""

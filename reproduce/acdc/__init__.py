@@ -1,0 +1,1 @@
+"""The tables of NACL and CRaC on ACDC."""
