@@ -22,6 +22,8 @@ from segcal.synthetic import SpatialTemperature, scenes
 CLASSES, IMAGE = 19, (256, 512)
 # Fits, which take seconds, are timed this often, all else this often.
 FITS, CALLS = 1, 7
+# Images that trust is fitted and applied to.
+TRUST = 8
 
 
 def least(function: Callable[[], object], calls: int) -> float:
@@ -46,6 +48,9 @@ def measure(images: int) -> dict[str, float]:
         calibrator = segcal.CALIBRATORS[method]()
         found[f"{method} fit"] = least(lambda own=calibrator: own.fit(logits, labels), FITS)
         found[f"{method} apply"] = least(lambda own=calibrator: own(logits), CALLS)
+    trust = segcal.CALIBRATORS["trust"]()
+    found["trust fit"] = least(lambda: trust.fit(logits[:TRUST], labels[:TRUST]), FITS)
+    found["trust apply"] = least(lambda: trust(logits[:TRUST]), CALLS)
     return found
 
 
