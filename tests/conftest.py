@@ -1,6 +1,10 @@
 import os
 import sys
 
+# Tests run in parallel processes: more threads each would only get in each other's way, also in what they start.
+# Read when numpy and torch are first imported.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 import pytest
 import torch
 
@@ -8,9 +12,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 import segcal.cli.console
-
-# Tests run in parallel processes: more threads each would only get in each other's way.
-torch.set_num_threads(1)
 
 
 @pytest.fixture
