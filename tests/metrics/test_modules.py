@@ -186,7 +186,8 @@ def test_the_state_does_not_grow(metric):
 
 
 def test_the_state_of_the_calibration_error_is_its_bins():
-    assert [s.shape for s in MulticlassCalibrationError(19, n_bins=15).metric_state.values()] == [(15,)] * 3
+    states = MulticlassCalibrationError(19, n_bins=15).metric_state.values()
+    assert [state.shape for state in states] == [(15,)] * 3 + [()]
 
 
 @pytest.mark.parametrize(
@@ -254,6 +255,21 @@ def test_in_a_metric_collection():
     assert_same(values["val/l1"], alone["ece"])
     # The two norms have the same state, so torchmetrics updates one of them for both.
     assert ["l1", "max"] in [sorted(group) for group in collection.compute_groups.values()]
+
+
+def test_a_collection_keeps_those_apart_that_differ_only_in_later_batches():
+    logits, labels = voxels(7)
+    ignored = torch.where(labels == 255, 3, labels)
+    made = {ignore: Calibration(4, metrics=("ece",), ignore_index=ignore) for ignore in (255, 3, None, -100)}
+    collection = MetricCollection({str(ignore): metric.clone() for ignore, metric in made.items()}, prefix="val/")
+    first = ignored.masked_fill(ignored == 3, 0)  # nothing is ignored by any of them
+    for batch in ((logits, first), (logits, ignored)):
+        collection.update(*batch)
+        for metric in made.values():
+            metric.update(*batch)
+    for ignore, metric in made.items():
+        torch.testing.assert_close(collection[str(ignore)].compute(), metric.compute(), rtol=0, atol=0)
+    assert len(collection.compute_groups) == len(made)
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,18 @@ class _Sums(Metric):  # type: ignore[misc, unused-ignore]
     is_differentiable = False
     full_state_update = False
 
-    def _add_states(self, zeros: Mapping[str, Tensor]) -> None:
+    def _add_states(self, zeros: Mapping[str, Tensor], kind: str, ignore_index: int | None) -> None:
         for name, tensor in zeros.items():
             self.add_state(name, tensor, dist_reduce_fx="sum")
+        # A ``MetricCollection`` updates one of two metrics whose states have the same names and, after one batch, the
+        # same values. Those that read their input in different ways have different names, so that it never does.
+        reading = f"{kind}_without_{ignore_index}".replace("-", "minus_")
+        self.add_state(reading, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def _accumulate(self, batch: Mapping[str, Tensor]) -> None:
-        for name in self._defaults:
+        for name, added in batch.items():
             state = getattr(self, name)
-            setattr(self, name, state + batch[name].to(state.device))
+            setattr(self, name, state + added.to(state.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
         def move(tensor: Tensor) -> Tensor:
@@ -66,7 +70,7 @@ class MulticlassCalibrationError(_Sums):
 
     With ``gap_b = |acc_b - conf_b|`` in bin b of equal width and n voxels in all (Naeini 2015, Guo 2017, Kumar 2019):
     ``l1`` is ``sum_b |B_b| / n gap_b``, ``l2`` is ``sqrt(sum_b |B_b| / n gap_b^2)`` and ``max`` is ``max_b gap_b``. The
-    state is three tensors ``(n_bins,)``.
+    state is three tensors ``(n_bins,)`` and a zero.
 
     Values are those of torchmetrics, with these differences:
 
@@ -118,7 +122,7 @@ class MulticlassCalibrationError(_Sums):
         self.num_classes, self.n_bins, self.norm = num_classes, n_bins, norm
         self.ignore_index, self.validate_args, self.kind = ignore_index, validate_args, kind
         self._nothing = VoxelStatistics(num_classes, (n_bins,), classwise=False)
-        self._add_states(_bins(self._nothing, n_bins))
+        self._add_states(_bins(self._nothing, n_bins), kind, ignore_index)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """``preds (N, C, ...)``, logits or probabilities, integers ``target (N, ...)`` or ``(N, 1, ...)``."""
@@ -182,7 +186,7 @@ class Calibration(_Sums):
         self.ignore_index, self.kind = ignore_index, kind
         classwise = any("classwise" in spec.needs for spec in specs)
         self._nothing = VoxelStatistics(num_classes, (num_bins,), classwise=classwise).align(_LAYOUT)
-        self._add_states(self._nothing.tensors())
+        self._add_states(self._nothing.tensors(), kind, ignore_index)
 
     def update(self, preds: Tensor, target: Tensor, uncalibrated: Tensor | None = None) -> None:
         """Add voxels: ``preds (N, C, ...)``, ``target (N, ...)`` or ``(N, 1, ...)`` integers.
