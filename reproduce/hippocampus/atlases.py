@@ -19,7 +19,7 @@ from reproduce.hippocampus import config
 from segcal.training import parse_config
 from segcal.training.data import HeldScan, hold, open_dataset
 
-# Between the names of target and atlas in the name of a pair.
+# Between target and atlas in the name of a pair. The rank of the atlas comes next, so that names sort by it.
 BETWEEN = "__"
 
 
@@ -44,9 +44,9 @@ def write_pairs(volumes: Path, folder: Path, *, count: int = config.ATLASES) -> 
         others = [name for name in train if name != target]
         image, labels = _held(scans[target])
         atlases = [_held(scans[name]) for name in others]
-        for place, theta in nearest(image, [atlas for atlas, _ in atlases], count):
+        for rank, (place, theta) in enumerate(nearest(image, [atlas for atlas, _ in atlases], count)):
             moved, own = atlases[place]
-            pair = f"{target}{BETWEEN}{others[place]}"
+            pair = f"{target}{BETWEEN}{rank:02d}-{others[place]}"
             candidate = warp(own.float(), image.shape, theta, "nearest").to(torch.uint8)
             both = torch.stack((image, warp(moved, image.shape, theta)))
             for kind, tensor in (("images", both), ("labels", candidate == labels), ("candidates", candidate)):
@@ -66,7 +66,7 @@ def nearest(image: Tensor, atlases: Sequence[Tensor], count: int) -> list[tuple[
     optimiser = torch.optim.Adam([maps], config.REGISTRATION_RATE)
     for _ in range(config.REGISTRATION_STEPS):
         optimiser.zero_grad()
-        (-correlations(_sampled(scaled, maps, image.shape), image).sum()).backward()
+        torch.autograd.backward([-correlations(_sampled(scaled, maps, image.shape), image).sum()])
         optimiser.step()
     found = maps.detach()
     alike = correlations(_sampled(scaled, found, image.shape), image)
@@ -76,7 +76,8 @@ def nearest(image: Tensor, atlases: Sequence[Tensor], count: int) -> list[tuple[
 def correlations(images: Tensor, image: Tensor) -> Tensor:
     """The correlation of each of ``images (N, *S)`` with ``image (*S)``."""
     centred, other = images.flatten(1) - images.flatten(1).mean(1, keepdim=True), (image - image.mean()).flatten()
-    return (centred @ other) / (centred.norm(dim=1) * other.norm())
+    found: Tensor = (centred @ other) / (centred.norm(dim=1) * other.norm())
+    return found
 
 
 def warp(volume: Tensor, size: Sequence[int], theta: Tensor, mode: str = "bilinear") -> Tensor:

@@ -22,6 +22,8 @@ from segcal.training.data import open_dataset
 
 # Classes of the segmentation, and the vote network's class "agrees".
 CLASSES, AGREES = len(config.CLASS_NAMES), 1
+# How labels are fused: as in the paper, and the simpler way.
+WAYS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {"joint": fusion.joint, "weighted": fusion.weighted}
 # Where the votes' calibration is measured, by the labels of the target, as in the paper.
 REGIONS = ("all", "boundary")
 # A score for labels that are certain.
@@ -46,15 +48,12 @@ def fuse(volumes: Path, run: Run, method: str, out: Path) -> dict[str, list[Row]
     for target in targets(volumes, Path(run.keys["data"]), data["test"]):
         raw, probabilities = (_agreement(target.votes, own) for own in (None, calibrator))
         votes.append({**key, "case": target.name, **vote_metrics(target, probabilities)})
-        ways: dict[str, Callable[[Tensor], Tensor]] = {
-            "joint": lambda p, c=target.candidates: fusion.joint(c, p, CLASSES),
-            "weighted": lambda p, c=target.candidates: fusion.weighted(c, p, CLASSES),
-        }
-        for way, vote in ways.items():
-            found = vote(probabilities)
-            fused.append({**key, "vote": way, **segmentation(target, found), **changes(target, vote(raw), found)})
+        for way, vote in WAYS.items():
+            before, after = (vote(target.candidates, own, CLASSES) for own in (raw, probabilities))
+            fused.append({**key, "vote": way, **segmentation(target, after), **changes(target, before, after)})
         if method == "none":
-            fused += [{**key, **row} for row in bounds(target, ways["joint"](raw))]
+            before = fusion.joint(target.candidates, raw, CLASSES)
+            fused += [{**key, **row} for row in bounds(target, before)]
     return {"fusion": fused, "votes": votes, "fusion_fits": [{**key, **fit, **machine()}]}
 
 
@@ -75,8 +74,10 @@ def targets(volumes: Path, pairs: Path, cases: Any) -> list[Target]:
 
 def _agreement(votes: Tensor, calibrator: Any) -> Tensor:
     """The probability that each atlas is right, ``(M, *S)``."""
-    scores = votes.log_softmax(1) if calibrator is None else torch.cat([calibrator(vote[None]) for vote in votes])
-    return scores[:, AGREES].exp().clamp(0, 1)
+    if calibrator is None:
+        return votes.softmax(1)[:, AGREES]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cat([calibrator(vote[None].to(device)).cpu()[:, AGREES].exp() for vote in votes]).clamp(0, 1)
 
 
 def vote_metrics(target: Target, probabilities: Tensor) -> Row:

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -40,34 +41,44 @@ Piece = tuple[Run, str]
 def main(given: argparse.Namespace) -> int:
     """Work until all is done or time is up; returns how many pieces are left."""
     deadline = time.time() + 60 * given.minutes
-    options = {"folds": given.folds, "smoke": given.smoke}
-    runs, fits = config.network_runs(given.data, given.out, **options), given.results / "posthoc_fits.csv"
+    left = calibrate(given, deadline) + fuse(given, deadline)
+    print(f"{left or 'no'} pieces are left", flush=True)
+    return left
+
+
+def calibrate(given: argparse.Namespace, deadline: float) -> int:
+    """Train the segmentation networks and calibrate them; returns how many pieces are left."""
+    runs = config.network_runs(given.data, given.out, given.folds, smoke=given.smoke)
+    fits = given.results / "posthoc_fits.csv"
     train(_missing(runs, fits, config.METHODS), given.out, given.results, given, deadline)
-    jobs = _ready(_missing(runs, fits, config.METHODS), given.out)
+    jobs = _ready(_missing(runs, fits, config.METHODS), given.out, deadline)
     work([partial(posthoc.calibrate, run, method, given.out) for run, method in jobs], given, deadline)
-    left = len(_missing(runs, fits, config.METHODS))
-    runs, fits, out = config.vote_runs(given.out, **options), given.results / "fusion_fits.csv", given.out / "vote"
+    return len(_missing(runs, fits, config.METHODS))
+
+
+def fuse(given: argparse.Namespace, deadline: float) -> int:
+    """Register atlases, train the vote networks, calibrate them and fuse; returns how many pieces are left."""
+    runs = config.vote_runs(given.out, given.folds, smoke=given.smoke)
+    fits, out = given.results / "fusion_fits.csv", given.out / "vote"
     volumes = {run.id: config.dataset(given.data, given.out, fold) for fold, run in zip(given.folds, runs, strict=True)}
     for run, _ in _missing(runs, fits, config.FUSED):
         if time.time() < deadline - PIECE_SECONDS:
             write_pairs(volumes[run.id], Path(run.keys["data"]))
     paired = [run for run in runs if (Path(run.keys["data"]) / "segcal.toml").is_file()]
     train(_missing(paired, fits, config.FUSED), out, given.results / "vote", given, deadline)
-    jobs = _ready(_missing(paired, fits, config.FUSED), out)
+    jobs = _ready(_missing(paired, fits, config.FUSED), out, deadline)
     work([partial(fusion.fuse, volumes[run.id], run, method, out) for run, method in jobs], given, deadline)
-    left += len(_missing(runs, fits, config.FUSED))
-    print(f"{left or 'no'} pieces are left", flush=True)
-    return left
+    return len(_missing(runs, fits, config.FUSED))
 
 
 def train(pieces: Sequence[Piece], out: Path, results: Path, given: argparse.Namespace, deadline: float) -> None:
     """Train the networks that pieces wait for."""
     left = {run.id: run for run, _ in pieces if not posthoc.weights(run, out).is_file()}
     if left:
-        side_by_side([*left.values()], out, deadline, given.parallel, left, lambda: save_runs(out, results))
+        side_by_side([*left.values()], out, deadline, given.parallel, left, lambda: _save_runs(out, results))
 
 
-def save_runs(out: Path, results: Path) -> None:
+def _save_runs(out: Path, results: Path) -> None:
     """Add networks that were measured to the CSV files."""
     collect(out, results)
 
@@ -78,9 +89,10 @@ def _missing(runs: Sequence[Run], fits: Path, methods: Sequence[str]) -> list[Pi
     return [(run, method) for run in runs for method in methods if (*run.name.split("-fold"), method) not in there]
 
 
-def _ready(pieces: Sequence[Piece], out: Path) -> list[Piece]:
-    """Those whose network is trained; its logits are written if need be."""
-    ready = {run.id: posthoc.write_parts(run, out) for run in {run.id: run for run, _ in pieces}.values()}
+def _ready(pieces: Sequence[Piece], out: Path, deadline: float) -> list[Piece]:
+    """Those whose network is trained, while there is time; its logits are written if need be."""
+    runs = {run.id: run for run, _ in pieces}.values()
+    ready = {run.id: time.time() < deadline - PIECE_SECONDS and posthoc.write_parts(run, out) for run in runs}
     return [(run, method) for run, method in pieces if ready[run.id]]
 
 
@@ -97,8 +109,12 @@ def work(jobs: Sequence[Job], given: argparse.Namespace, deadline: float) -> Non
 
 
 def _in_time(job: Job, deadline: float) -> Rows:
-    """What a job returns, or nothing if it is too late to begin."""
-    return {} if time.time() > deadline - PIECE_SECONDS else job()
+    """What a job returns; nothing if it is too late to begin, or if it breaks, so that the others go on."""
+    try:
+        return {} if time.time() > deadline - PIECE_SECONDS else job()
+    except Exception:
+        traceback.print_exc()
+        return {}
 
 
 def _save(found: Rows, results: Path) -> None:

@@ -27,4 +27,5 @@ def write_tiny(folder: Path, seed: int = 0) -> None:
         for kind, array in (("images", GREY[labels] + rng.normal(0, NOISE, size)), ("labels", labels)):
             (folder / kind).mkdir(parents=True, exist_ok=True)
             stored = array.astype(np.uint8 if kind == "labels" else np.float32)
-            nibabel.save(nibabel.Nifti1Image(stored, np.eye(4)), folder / kind / f"tiny_{number:03d}.nii.gz")
+            image = nibabel.Nifti1Image(stored, np.eye(4))  # type: ignore[no-untyped-call]
+            nibabel.save(image, folder / kind / f"tiny_{number:03d}.nii.gz")
