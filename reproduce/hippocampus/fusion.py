@@ -61,7 +61,7 @@ def targets(volumes: Path, pairs: Path, cases: Any) -> list[Target]:
     """The test volumes with all their pairs."""
     scans = open_dataset(parse_config({"data": str(volumes), "output": str(volumes)})).scans
     by_target: dict[str, list[Any]] = {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: str(case.id)):
         by_target.setdefault(case.id.split(BETWEEN)[0], []).append(case)
     found = []
     for name, own in by_target.items():
