@@ -37,11 +37,12 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One network to train: the name of its row in the tables, its seed, and the keys of its training file."""
+    """One network to train: the name of its row, its seed, the keys of its training file, and what is measured."""
 
     name: str
     seed: int
     keys: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Column] = field(default_factory=lambda: COLUMNS)
 
     @property
     def id(self) -> str:
@@ -53,7 +54,7 @@ def measure(cases: Any, calibrator: Any = None, columns: Mapping[str, Column] = 
     """A row with all metrics for every case."""
     results = segcal.evaluate(cases, calibrator, metrics=list(columns.values()), device="auto")
     found = {name: results.values(*column.key) for name, column in columns.items()}
-    return [{"case": case, **{name: found[name][case] for name in columns}} for case in found["dsc"]]
+    return [{"case": case, **{name: found[name][case] for name in columns}} for case in next(iter(found.values()))]
 
 
 def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) -> bool:
@@ -75,7 +76,7 @@ def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) 
         "epochs": report.epochs, "best_epoch": report.best_epoch, "validation_dice": report.dice,
         "seconds": round(seconds, 1), **machine(),
     }  # fmt: skip
-    cases = [{**key, **row} for row in measure(trainer.predictions("test"))]
+    cases = [{**key, **row} for row in measure(trainer.predictions("test"), columns=run.columns)]
     if keep_weights:
         save_half(folder / BEST, out / "weights" / f"{run.id}.safetensors")
     write_text(folder / "measured.json", json.dumps({"run": {**key, **about}, "cases": cases}))

@@ -1,0 +1,1 @@
+"""Calibrators in 3D and label fusion on hippocampus volumes."""
