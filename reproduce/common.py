@@ -21,7 +21,7 @@ import segcal
 from segcal.errors import SegcalError
 from segcal.files.atomic import atomic_path, write_text
 from segcal.metrics import PRESETS, Column
-from segcal.training import Trainer, UNet, load_network, parse_config
+from segcal.training import Trainer, load_network, parse_config
 from segcal.training.loop import BEST, LAST
 
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) 
 
 def save_half(source: Path, target: Path) -> None:
     """A network in half precision, small enough to be carried; running means and variances stay float32."""
-    network: UNet = load_network(source)
+    network = load_network(source)
     learned = {name for name, _ in network.named_parameters()}
     target.parent.mkdir(parents=True, exist_ok=True)
     network.save(target, {name: t.half() if name in learned else t for name, t in network.state_dict().items()})
