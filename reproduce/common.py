@@ -19,6 +19,7 @@ import torch
 
 import segcal
 from segcal.errors import SegcalError
+from segcal.evaluation.results import Results
 from segcal.files.atomic import atomic_path, write_text
 from segcal.metrics import PRESETS, Column
 from segcal.training import Trainer, load_network, parse_config
@@ -42,6 +43,8 @@ class Run:
     name: str
     seed: int
     keys: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Column] = field(default_factory=lambda: COLUMNS)
+    """What is measured of its test cases. Columns that are pooled go to the row of the run."""
 
     @property
     def id(self) -> str:
@@ -52,8 +55,13 @@ class Run:
 def measure(cases: Any, calibrator: Any = None, columns: Mapping[str, Column] = COLUMNS) -> list[Row]:
     """A row with all metrics for every case."""
     results = segcal.evaluate(cases, calibrator, metrics=list(columns.values()), device="auto")
-    found = {name: results.values(*column.key) for name, column in columns.items()}
-    return [{"case": case, **{name: found[name][case] for name in columns}} for case in found["dsc"]]
+    return case_rows(results, {name: column.key for name, column in columns.items()})
+
+
+def case_rows(results: Results, keys: Mapping[str, tuple[str, str]]) -> list[Row]:
+    """A row for every case; ``keys`` are metric and region of each of its columns."""
+    found = {name: results.values(*key) for name, key in keys.items()}
+    return [{"case": case, **{name: found[name][case] for name in keys}} for case in next(iter(found.values()))]
 
 
 def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) -> bool:
@@ -71,11 +79,15 @@ def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) 
     if report.epochs < config.epochs:
         return False
     key = {"run": run.name, "seed": run.seed}
-    about = {
+    about: Row = {
         "epochs": report.epochs, "best_epoch": report.best_epoch, "validation_dice": report.dice,
         "seconds": round(seconds, 1), **machine(),
     }  # fmt: skip
-    cases = [{**key, **row} for row in measure(trainer.predictions("test"))]
+    results = segcal.evaluate(trainer.predictions("test"), metrics=list(run.columns.values()), device="auto")
+    pooled = {name for name, column in run.columns.items() if column.aggregation == "pooled"}
+    about |= {f"test_{name}": results.value(*run.columns[name].key) for name in sorted(pooled)}
+    keys = {name: column.key for name, column in run.columns.items() if name not in pooled}
+    cases = [{**key, **row} for row in case_rows(results, keys)]
     if keep_weights:
         save_half(folder / BEST, out / "weights" / f"{run.id}.safetensors")
     write_text(folder / "measured.json", json.dumps({"run": {**key, **about}, "cases": cases}))
@@ -177,3 +189,10 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table in Markdown."""
+    print(f"\n### {title}\n")
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(map(str, row)) + " |")
