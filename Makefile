@@ -28,6 +28,7 @@ bench: $(SETUP)
 # The recipes of reproduce/ in miniature, on a CPU and without data.
 reproduce-smoke: $(SETUP)
 	$(BIN)/python reproduce/acdc/run.py --smoke
+	$(BIN)/python reproduce/camvid/run.py --smoke
 
 # What a shell completes, from the options of all commands.
 completions: $(SETUP)

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 # Images of each part, and their size.
-COUNTS, SIZE = {"train": 12, "val": 8, "test": 10}, (40, 56)
+COUNTS, SIZE = {"train": 12, "val": 6, "test": 8}, (32, 40)
 # Sky, building and road lie above each other; an object of every other class is somewhere.
 LAYERS, OBJECTS, CLASSES, VOID = (0, 1, 3), (2, 4, 5, 6, 7, 8, 9, 10), 11, 11
 
@@ -23,7 +23,7 @@ def write_tiny(path: Path, seed: int = 0) -> None:
     for part, count in COUNTS.items():
         images, labels = [], []
         for _ in range(count):
-            label = np.repeat(np.repeat(np.array(LAYERS, np.uint8), (14, 12, 14))[:, None], SIZE[1], 1)
+            label = np.repeat(np.repeat(np.array(LAYERS, np.uint8), (10, 10, 12))[:, None], SIZE[1], 1)
             for object in (*OBJECTS, VOID):
                 row, column = rng.integers(0, SIZE[0] - 8), rng.integers(0, SIZE[1] - 8)
                 label[row : row + rng.integers(5, 9), column : column + rng.integers(5, 9)] = object
