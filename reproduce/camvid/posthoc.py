@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,10 +62,12 @@ def parts(method: Method, table: Table, protocol: str, data: Path, out: Path) ->
     return fit, {part: cases.select(rest.ids) for part, cases in tested.items()}
 
 
-def measure(table: Table, key: Row, cases: CaseSet, calibrator: segcal.Calibrator | None) -> tuple[list[Row], Row]:
+def measure(
+    table: Table, key: Row, cases: CaseSet, calibrator: segcal.Calibrator | None, how: Mapping[str, Any]
+) -> tuple[list[Row], Row]:
     """A row for every image, and one for all of them with the intervals of pooled values."""
     needed = [column for column in table.columns if calibrator is not None or column.metric != "flip"]
-    results = segcal.evaluate(cases, calibrator, metrics=needed, device="auto")
+    results = segcal.evaluate(cases, calibrator, metrics=needed, **how)
     keys = {name: own for name, own in table.images.items() if calibrator is not None or own[0] != "flip"}
     no_flips = {"flip": 0.0} if "flip" in table.images and calibrator is None else {}
     pooled: Row = dict(key)
@@ -75,8 +78,10 @@ def measure(table: Table, key: Row, cases: CaseSet, calibrator: segcal.Calibrato
     return [{name: round(v, DIGITS) if isinstance(v, float) else v for name, v in row.items()} for row in rows], pooled
 
 
-def fill(name: str, data: Path, out: Path, folder: Path, deadline: float, smoke: bool) -> None:
+def fill(name: str, given: argparse.Namespace, deadline: float) -> None:
     """Fit and measure what is left of a table until time is up."""
+    data, out, folder, smoke = given.data, given.out, given.results, given.smoke
+    how = {"device": given.device, "workers": given.workers}
     table, results = TABLES[name], Results(folder, name)
     protocols = PROTOCOLS if name == SMOKE_TABLE or not smoke else PROTOCOLS[:1]
     for protocol in protocols:
@@ -97,7 +102,9 @@ def fill(name: str, data: Path, out: Path, folder: Path, deadline: float, smoke:
                     notes = "; ".join(report.notes if report else ())
                 fitted = time.time()
                 for part, cases in tested.items():
-                    found = measure(table, {"protocol": protocol, "part": part, "method": label}, cases, calibrator)
+                    found = measure(
+                        table, {"protocol": protocol, "part": part, "method": label}, cases, calibrator, how
+                    )
                     images += found[0]
                     pooled.append(found[1])
             except SegcalError as error:  # One that cannot be fitted is a finding, and the others go on.
@@ -119,12 +126,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--minutes", type=float, default=9.0, help="no fit is started after this time")
     parser.add_argument("--tables", nargs="*", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument(
+        "--device", default="auto", help="where calibrators are measured; they are fitted on a GPU if any"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes that measure")
     parser.add_argument("--smoke", action="store_true", help="fewer fits, as run.py --smoke asks for")
     given = parser.parse_args(arguments)
     torch.backends.cudnn.benchmark = True
     deadline = time.time() + 60 * given.minutes
     for name in given.tables:
-        fill(name, given.data, given.out, given.results, deadline, given.smoke)
+        fill(name, given, deadline)
 
 
 if __name__ == "__main__":
