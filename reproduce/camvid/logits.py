@@ -38,7 +38,7 @@ def cases_of(source: str, part: str, data: Path, out: Path) -> CaseSet:
         keys = parse_config({"data": str(config.images(data, out)), "output": str(folder)})
         dataset = open_dataset(keys)
         shown, severity = PARTS[part]
-        scans = [dataset.scans[scan] for scan in dataset.parts(None, 0)[shown]]
+        scans = [dataset.scans[scan] for scan in dataset.declared.splits[shown]]
         write(networks(name, out), dataset, scans, severity, folder)
     cases = segcal.open_cases(folder)
     if pooling == "0":

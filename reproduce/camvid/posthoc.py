@@ -3,7 +3,7 @@
 Reads OUT/weights, which ``run.py`` wrote. Every calibrator is fitted twice: to the validation images (of a sequence
 that is in the training images, too; they also chose the epoch of the network) and measured on all test images; and to
 a half of the test images, drawn once, and measured on the other half. Numbers go to ``<table>.csv`` (every image),
-``<table>_pooled.csv`` and ``fits.csv``, each calibrator's as soon as it is measured, and a second call goes on with the
+``<table>_pooled.csv`` and ``<table>_fits.csv``, each calibrator's as soon as it is measured, and a second call goes on with the
 others.
 """
 
@@ -37,10 +37,10 @@ SMOKE_OPTIONS, SMOKE_TABLE = {name: {"epochs": 3} for name in ("lts", "lts-ti", 
 
 
 class Results:
-    """The CSV files of a table, and that of all fits."""
+    """The CSV files of a table. Tables have their own, so that they can be filled at the same time."""
 
     def __init__(self, folder: Path, table: str) -> None:
-        self.paths = [folder / f"{table}.csv", folder / f"{table}_pooled.csv", folder / "fits.csv"]
+        self.paths = [folder / f"{table}.csv", folder / f"{table}_pooled.csv", folder / f"{table}_fits.csv"]
         self.images, self.pooled, self.fits = map(read_rows, self.paths)
 
     def done(self, key: Row) -> bool:
@@ -86,7 +86,7 @@ def fill(name: str, given: argparse.Namespace, deadline: float) -> None:
     protocols = PROTOCOLS if name == SMOKE_TABLE or not smoke else PROTOCOLS[:1]
     for protocol in protocols:
         for label, method in table.methods.items():
-            key = {"table": name, "protocol": protocol, "method": label}
+            key = {"protocol": protocol, "method": label}
             if results.done(key) or time.time() > deadline:
                 continue
             if not all(path.is_file() for path in weights(method.source.partition(":")[0], out)):
@@ -114,7 +114,7 @@ def fill(name: str, given: argparse.Namespace, deadline: float) -> None:
             results.fits.append({**key, "fit_seconds": round(fitted - started, 1), "notes": notes, **machine()})
             results.write()
             print(f"{name}, {protocol}, {label}: {time.time() - started:.0f} s {notes}", flush=True)
-    left = sum(not results.done({"table": name, "protocol": p, "method": m}) for p in protocols for m in table.methods)
+    left = sum(not results.done({"protocol": p, "method": m}) for p in protocols for m in table.methods)
     print(f"{name}: {left} rows are left")
 
 
