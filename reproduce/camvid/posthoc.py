@@ -3,8 +3,8 @@
 Reads OUT/weights, which ``run.py`` wrote. Every calibrator is fitted twice: to the validation images (of a sequence
 that is in the training images, too; they also chose the epoch of the network) and measured on all test images; and to
 a half of the test images, drawn once, and measured on the other half. Numbers go to ``<table>.csv`` (every image),
-``<table>_pooled.csv`` and ``<table>_fits.csv``, each calibrator's as soon as it is measured, and a second call goes on with the
-others.
+``<table>_pooled.csv`` and ``<table>_fits.csv``, each calibrator's as soon as it is measured, and a second call goes on
+with the others.
 """
 
 from __future__ import annotations
