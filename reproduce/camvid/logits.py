@@ -16,10 +16,10 @@ from segcal.cases import CaseSet
 from segcal.scores import round_keeping_argmax
 from segcal.training import Segmenter, load_network, parse_config
 from segcal.training.data import Dataset, Scan, open_dataset
-from segcal.training.shift import corrupt
+from segcal.training.shift import Severity, corrupt
 
 # The part of CamVid that each dataset of logits shows, and how strongly it is corrupted.
-PARTS = {
+PARTS: dict[str, tuple[str, Severity | None]] = {
     "validation": ("validation", None),
     "test": ("test", None),
     "mild": ("test", "mild"),
@@ -63,7 +63,7 @@ def networks(name: str, out: Path) -> dict[str, Segmenter]:
 
 
 def write(
-    networks: Mapping[str, Segmenter], dataset: Dataset, scans: Sequence[Scan], severity: str | None, folder: Path
+    networks: Mapping[str, Segmenter], dataset: Dataset, scans: Sequence[Scan], severity: Severity | None, folder: Path
 ) -> None:
     """Write logits in half precision, labels and images as a dataset."""
     for name in ("labels", "images", *(f"logits/{name}" for name in networks)):
@@ -88,13 +88,9 @@ def write(
     (folder / "done").touch()
 
 
-def shown(image: Tensor, name: str, severity: str | None) -> Tensor:
+def shown(image: Tensor, name: str, severity: Severity | None) -> Tensor:
     """An image with values from 0 to 255, corrupted or not."""
-    return (
-        image
-        if severity is None
-        else 255 * corrupt(image / 255, name, None, "mild" if severity == "mild" else "strong")
-    )
+    return image if severity is None else 255 * corrupt(image / 255, name, None, severity)
 
 
 def normalised(image: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Table:
-    """Methods, what is measured of each image and of all images together, and on which test images.
+    """Methods, what is measured of them, and on which datasets of logits.
 
-    ``pooled`` columns are measured per image, too, if they are not ``pooled`` only.
+    ``columns`` is all that is measured; ``images`` and ``pooled`` name what is kept of each image, and of all together.
     """
 
     methods: Mapping[str, Method]

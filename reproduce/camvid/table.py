@@ -76,7 +76,7 @@ def section(
         [row for row in read_rows(results / name) if all(row[k] == v for k, v in key.items())]
         for name in (f"{table}.csv", f"{table}_pooled.csv")
     )
-    lines = []
+    lines, count = [], len({row["case"] for row in images})
     for method in TABLES[table].methods:
         own = [row for row in images if row["method"] == method]
         whole = [row for row in pooled if row["method"] == method]
@@ -89,7 +89,7 @@ def section(
             cells.append(f"{known} / {ours}" if known else ours)
         lines.append([method, *cells])
     if lines:
-        show(f"{table}, {setting}: fitted to {protocol}, {len(own)} test images", ["", *shown], lines)
+        show(f"{table}, {setting}: fitted to {protocol}, {count} test images", ["", *shown], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
