@@ -12,8 +12,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from segcal.training import Trainer, load_network, parse_config
 from segcal.training.loop import BEST, LAST
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 # Seconds before the limit after which no new run is started, and after it until a run that goes on is ended.
 LEAST_SECONDS, GRACE_SECONDS = 20.0, 25.0
@@ -118,16 +120,31 @@ def side_by_side(
     tick: Callable[[], None],
 ) -> None:
     """Train all runs, several at a time in processes of their own, until the deadline; ``tick`` is called meanwhile."""
+    work = partial(_train, out=out, deadline=deadline, keep_weights=frozenset(keep_weights))
+    in_processes(runs, work, deadline, parallel, tick)
+
+
+def _train(run: Run, out: Path, deadline: float, keep_weights: frozenset[str]) -> None:
+    try:
+        train_and_measure(run, out, deadline, run.id in keep_weights)
+    except SegcalError as error:  # A run that diverges must not take the others with it.
+        print(f"{run.id}: {error}", flush=True)
+
+
+def in_processes(
+    items: Sequence[Item], work: Callable[[Item], None], deadline: float, parallel: int, tick: Callable[[], None]
+) -> None:
+    """Do some work on each item, several at a time in processes of their own; ``tick`` is called meanwhile.
+
+    Shortly before the deadline no more items are begun, and shortly after it those that go on are ended.
+    """
     context = multiprocessing.get_context("spawn")
     waiting = context.Queue()
-    for run in runs:
-        waiting.put(run)
+    for item in items:
+        waiting.put(item)
     # Every process computes with its share of the cores.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // parallel))
-    workers = [
-        context.Process(target=_work, args=(waiting, out, deadline, frozenset(keep_weights)))
-        for _ in range(min(parallel, len(runs)))
-    ]
+    workers = [context.Process(target=_work, args=(waiting, work, deadline)) for _ in range(min(parallel, len(items)))]
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
@@ -140,17 +157,14 @@ def side_by_side(
     waiting.cancel_join_thread()
 
 
-def _work(waiting: Any, out: Path, deadline: float, keep_weights: frozenset[str]) -> None:
+def _work(waiting: Any, work: Callable[[Any], None], deadline: float) -> None:
     torch.backends.cudnn.benchmark = True
     while time.time() < deadline - LEAST_SECONDS:
         try:
-            run = waiting.get(timeout=1)
+            item = waiting.get(timeout=1)
         except queue.Empty:
             return
-        try:
-            train_and_measure(run, out, deadline, run.id in keep_weights)
-        except SegcalError as error:  # A run that diverges must not take the others with it.
-            print(f"{run.id}: {error}", flush=True)
+        work(item)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

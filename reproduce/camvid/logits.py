@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +31,24 @@ THREADS = 8
 ABOUT = 'classes = {classes}\nignore_index = {ignore_index}\nbackground = "none"\n'
 
 
-def cases_of(source: str, part: str, data: Path, out: Path) -> CaseSet:
-    """The cases of a method's source, see ``methods.Method``; logits are computed once."""
-    name, _, pooling = source.partition(":")
+def prepare(name: str, part: str, data: Path, out: Path) -> None:
+    """Write the logits of a network, or of the ensemble, unless they are there."""
     folder = out / "logits" / name / part
     if not (folder / "done").is_file():
-        keys = parse_config({"data": str(config.images(data, out)), "output": str(folder)})
-        dataset = open_dataset(keys)
-        shown, severity = PARTS[part]
+        dataset, (shown, severity) = _dataset(config.images(data, out)), PARTS[part]
         scans = [dataset.scans[scan] for scan in dataset.declared.splits[shown]]
         write(networks(name, out), dataset, scans, severity, folder)
-    cases = segcal.open_cases(folder)
+
+
+@cache
+def _dataset(folder: Path) -> Dataset:
+    return open_dataset(parse_config({"data": str(folder), "output": "nowhere"}))
+
+
+def cases_of(source: str, part: str, out: Path) -> CaseSet:
+    """The cases of a method's source, see ``methods.Method``."""
+    name, _, pooling = source.partition(":")
+    cases = segcal.open_cases(out / "logits" / name / part)
     if pooling == "0":
         return cases.members([0])
     if pooling == "p3":

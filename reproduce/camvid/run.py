@@ -52,7 +52,7 @@ def smoke() -> None:
         write_tiny(data / "camvid.npz")
         common = [str(data), str(out), "--results", str(out / "results"), "--minutes", "10", "--smoke"]
         train(parser().parse_args([*common, "--parallel", "2"]))
-        posthoc.main(common)
+        posthoc.main([*common, "--parallel", "2"])
         table.main(["--results", str(out / "results")])
         for name, own in TABLES.items():
             rows = read_rows(out / "results" / f"{name}_pooled.csv")
