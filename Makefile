@@ -29,6 +29,7 @@ bench: $(SETUP)
 reproduce-smoke: $(SETUP)
 	$(BIN)/python reproduce/acdc/run.py --smoke
 	$(BIN)/python reproduce/hippocampus/run.py --smoke
+	$(BIN)/python reproduce/camvid/run.py --smoke
 
 # What a shell completes, from the options of all commands.
 completions: $(SETUP)

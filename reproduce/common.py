@@ -12,19 +12,22 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import segcal
 from segcal.errors import SegcalError
+from segcal.evaluation.results import Results
 from segcal.files.atomic import atomic_path, write_text
 from segcal.metrics import PRESETS, Column
-from segcal.training import Trainer, UNet, load_network, parse_config
+from segcal.training import Trainer, load_network, parse_config
 from segcal.training.loop import BEST, LAST
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 # Seconds before the limit after which no new run is started, and after it until a run that goes on is ended.
 LEAST_SECONDS, GRACE_SECONDS = 20.0, 25.0
@@ -43,6 +46,7 @@ class Run:
     seed: int
     keys: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Column] = field(default_factory=lambda: COLUMNS)
+    """What is measured of its test cases. Columns that are pooled go to the row of the run."""
 
     @property
     def id(self) -> str:
@@ -53,8 +57,13 @@ class Run:
 def measure(cases: Any, calibrator: Any = None, columns: Mapping[str, Column] = COLUMNS) -> list[Row]:
     """A row with all metrics for every case."""
     results = segcal.evaluate(cases, calibrator, metrics=list(columns.values()), device="auto")
-    found = {name: results.values(*column.key) for name, column in columns.items()}
-    return [{"case": case, **{name: found[name][case] for name in columns}} for case in next(iter(found.values()))]
+    return case_rows(results, {name: column.key for name, column in columns.items()})
+
+
+def case_rows(results: Results, keys: Mapping[str, tuple[str, str]]) -> list[Row]:
+    """A row for every case; ``keys`` are metric and region of each of its columns."""
+    found = {name: results.values(*key) for name, key in keys.items()}
+    return [{"case": case, **{name: found[name][case] for name in keys}} for case in next(iter(found.values()))]
 
 
 def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) -> bool:
@@ -72,11 +81,15 @@ def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) 
     if report.epochs < config.epochs:
         return False
     key = {"run": run.name, "seed": run.seed}
-    about = {
+    about: Row = {
         "epochs": report.epochs, "best_epoch": report.best_epoch, "validation_dice": report.dice,
         "seconds": round(seconds, 1), **machine(),
     }  # fmt: skip
-    cases = [{**key, **row} for row in measure(trainer.predictions("test"), columns=run.columns)]
+    results = segcal.evaluate(trainer.predictions("test"), metrics=list(run.columns.values()), device="auto")
+    pooled = {name for name, column in run.columns.items() if column.aggregation == "pooled"}
+    about |= {f"test_{name}": results.value(*run.columns[name].key) for name in sorted(pooled)}
+    keys = {name: column.key for name, column in run.columns.items() if name not in pooled}
+    cases = [{**key, **row} for row in case_rows(results, keys)]
     if keep_weights:
         save_half(folder / BEST, out / "weights" / f"{run.id}.safetensors")
     write_text(folder / "measured.json", json.dumps({"run": {**key, **about}, "cases": cases}))
@@ -86,7 +99,7 @@ def train_and_measure(run: Run, out: Path, deadline: float, keep_weights: bool) 
 
 def save_half(source: Path, target: Path) -> None:
     """A network in half precision, small enough to be carried; running means and variances stay float32."""
-    network: UNet = load_network(source)
+    network = load_network(source)
     learned = {name for name, _ in network.named_parameters()}
     target.parent.mkdir(parents=True, exist_ok=True)
     network.save(target, {name: t.half() if name in learned else t for name, t in network.state_dict().items()})
@@ -107,16 +120,31 @@ def side_by_side(
     tick: Callable[[], None],
 ) -> None:
     """Train all runs, several at a time in processes of their own, until the deadline; ``tick`` is called meanwhile."""
+    work = partial(_train, out=out, deadline=deadline, keep_weights=frozenset(keep_weights))
+    in_processes(runs, work, deadline, parallel, tick)
+
+
+def _train(run: Run, out: Path, deadline: float, keep_weights: frozenset[str]) -> None:
+    try:
+        train_and_measure(run, out, deadline, run.id in keep_weights)
+    except SegcalError as error:  # A run that diverges must not take the others with it.
+        print(f"{run.id}: {error}", flush=True)
+
+
+def in_processes(
+    items: Sequence[Item], work: Callable[[Item], None], deadline: float, parallel: int, tick: Callable[[], None]
+) -> None:
+    """Do some work on each item, several at a time in processes of their own; ``tick`` is called meanwhile.
+
+    Shortly before the deadline no more items are begun, and shortly after it those that go on are ended.
+    """
     context = multiprocessing.get_context("spawn")
     waiting = context.Queue()
-    for run in runs:
-        waiting.put(run)
+    for item in items:
+        waiting.put(item)
     # Every process computes with its share of the cores.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // parallel))
-    workers = [
-        context.Process(target=_work, args=(waiting, out, deadline, frozenset(keep_weights)))
-        for _ in range(min(parallel, len(runs)))
-    ]
+    workers = [context.Process(target=_work, args=(waiting, work, deadline)) for _ in range(min(parallel, len(items)))]
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
@@ -129,17 +157,14 @@ def side_by_side(
     waiting.cancel_join_thread()
 
 
-def _work(waiting: Any, out: Path, deadline: float, keep_weights: frozenset[str]) -> None:
+def _work(waiting: Any, work: Callable[[Any], None], deadline: float) -> None:
     torch.backends.cudnn.benchmark = True
     while time.time() < deadline - LEAST_SECONDS:
         try:
-            run = waiting.get(timeout=1)
+            item = waiting.get(timeout=1)
         except queue.Empty:
             return
-        try:
-            train_and_measure(run, out, deadline, run.id in keep_weights)
-        except SegcalError as error:  # A run that diverges must not take the others with it.
-            print(f"{run.id}: {error}", flush=True)
+        work(item)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -178,3 +203,10 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table in Markdown."""
+    print(f"\n### {title}\n")
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(map(str, row)) + " |")

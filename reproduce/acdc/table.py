@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from reproduce.acdc import config
-from reproduce.common import COLUMNS, Row, read_rows
+from reproduce.common import COLUMNS, Row, read_rows, show
 from segcal.inference import friedman, hierarchical_bootstrap, mean_case_rank, mean_over_repeats, sum_rank
 
 Values = NDArray[np.float64]
@@ -58,13 +57,6 @@ class Measured:
         """``(cases, methods, metrics)``, means over seeds."""
         columns = [self.metrics.index(metric) for metric in metrics]
         return np.stack([mean_over_repeats(self.of[method])[:, columns] for method in methods], 1)
-
-
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table in Markdown."""
-    print(f"\n### {title}\n")
-    for row in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(map(str, row)) + " |")
 
 
 def compare(title: str, measured: Measured, methods: Sequence[str], published: Sequence[Row]) -> None:

@@ -41,6 +41,7 @@ def test_the_defaults_are_the_papers():
         ("workers", -1),
         ("augment", ["noise"]),
         ("crop", [8]),
+        ("layers", [0]),
         ("background", "yes"),
         ("logits", "float64"),
     ],
@@ -48,6 +49,13 @@ def test_the_defaults_are_the_papers():
 def test_every_key_is_checked(key, value):
     with pytest.raises(ConfigError, match=rf"{key} = .*expected"):
         parse_config({**LEAST, key: value})
+
+
+def test_keys_that_need_each_other():
+    with pytest.raises(ConfigError, match=r"'scale', and no crop; expected crop"):
+        parse_config({**LEAST, "augment": ["scale"]})
+    with pytest.raises(ConfigError, match=r"dims = 3; expected dims = 2"):
+        parse_config({**LEAST, "network": "fc-densenet", "dims": 3})
 
 
 def test_misspelt_names_are_answered_with_the_nearest():

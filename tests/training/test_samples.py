@@ -46,6 +46,39 @@ def test_augmentation_moves_image_and_labels_together(tmp_path):
     assert changed > 9
 
 
+def test_mirrored_images_keep_their_rows(tmp_path):
+    write_scans(tmp_path / "d", 8, (16, 20), splits=False)
+    plain, moved = (samples(tmp_path / "d", augment=a)[range(8)] for a in ((), ("mirror",)))
+    mirrored = [torch.equal(new, old.flip(-1)) for new, old in zip(moved.images, plain.images, strict=True)]
+    same = [torch.equal(new, old) for new, old in zip(moved.images, plain.images, strict=True)]
+    assert any(mirrored)
+    assert any(same)
+    assert all(a or b for a, b in zip(mirrored, same, strict=True))
+
+
+@pytest.mark.parametrize("size", [(20, 24), (6, 20, 24)])
+def test_scaled_samples_have_the_size_of_the_crop_and_labels_move_with_the_image(tmp_path, size):
+    write_scans(tmp_path / "d", 4, size, splits=False)
+    for path in (tmp_path / "d" / "labels").iterdir():  # Two halves: a straight edge stays one.
+        halves = np.broadcast_to(np.arange(size[-1]) >= size[-1] // 2, size)
+        np.save(path, halves.astype(np.uint8))
+        np.save(tmp_path / "d" / "images" / path.name, halves.astype(np.float32))
+    found = samples(tmp_path / "d", augment=("scale",), crop=(16,) * len(size), dims=len(size))
+    windows = set()
+    for epoch in range(8):
+        found.epoch = epoch
+        batch = found[range(4)]
+        assert batch.images.shape == (4, 1, *(16,) * len(size))
+        windows |= {found.draw(index).window[-1] for index in range(4)}
+        for image, labels, scan in zip(batch.images[:, 0], batch.labels, found.scans, strict=True):
+            assert set(labels.unique().tolist()) <= {0, 1, 255}
+            wrong = ((image * scan.std[0] + scan.mean[0]).round() != labels)[labels != 255]
+            assert wrong.float().mean() < 0.1  # Next to what is padded, which is the mean.
+    assert min(windows) >= 8
+    assert max(windows) <= 32
+    assert len(windows) > 9
+
+
 @pytest.mark.parametrize("shape", [(6, 6), (3, 5, 5)])
 def test_a_quarter_turn_is_exact(shape):
     image, labels = torch.randn(3, 2, *shape), torch.randint(0, 4, (3, *shape))

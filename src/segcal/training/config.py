@@ -14,9 +14,11 @@ from torch import nn
 from segcal.cases.toml import BOOL, Rule, check_known, checked, choice, is_number, is_text, is_whole, list_of, read_toml
 from segcal.errors import MAX_SEED, ConfigError, check_name
 from segcal.losses import LOSSES, CombinedLoss
-from segcal.training.networks import Network, Norm
+from segcal.training.densenet import LAYERS_103
+from segcal.training.networks import Network
+from segcal.training.unet import Norm
 
-Augmentation = Literal["flip", "rotate"]
+Augmentation = Literal["flip", "mirror", "rotate", "scale"]
 Precision = Literal["float16", "float32"]
 PARTS = ("train", "validation", "test")
 
@@ -50,7 +52,10 @@ _POSITIVE = Rule(lambda v: is_number(v, 0), "a positive number", float)
 _FOLDERS = Rule(_are_folders, "a folder, or a list of them", lambda v: (v,) if isinstance(v, str) else tuple(v))
 _SHARES = Rule(_is_split, "shares train, validation, test that sum to at most 1", dict)
 _EPOCHS = list_of(_COUNT.good, "a list of epochs")
-_AUGMENTATIONS = list_of(get_args(Augmentation).__contains__, "a list of 'flip', 'rotate'; [] for none")
+_AUGMENTATIONS = list_of(
+    get_args(Augmentation).__contains__, "a list of 'flip', 'mirror', 'rotate', 'scale'; [] for none"
+)
+_LAYERS = list_of(_COUNT.good, "a list of numbers of layers")
 _SIZE = list_of(_COUNT.good, "a size, one number for each axis")
 
 
@@ -124,7 +129,11 @@ class TrainingConfig:
     """C, if the dataset's ``segcal.toml`` does not say it."""
     network: Annotated[Network, choice(Network)] = "unet"
     width: Annotated[int, _COUNT] = 64
+    """Channels of the first level; of an FC-DenseNet those that a layer adds."""
     depth: Annotated[int, _whole(1, 8)] = 5
+    """Levels of a U-Net."""
+    layers: Annotated[tuple[int, ...], _LAYERS] = LAYERS_103
+    """Layers of the dense blocks of an FC-DenseNet, from the finest to the coarsest."""
     norm: Annotated[Norm, choice(Norm)] = "batch"
     dims: Annotated[int, _whole(2, 3)] = 2
     """2 trains on images, or on the slices of volumes; 3 on volumes."""
@@ -185,4 +194,8 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
     config = TrainingConfig(**values)
     if config.crop is not None and len(config.crop) != config.dims:
         raise ConfigError(f"crop = {list(config.crop)}", expected=f"{config.dims} numbers, as dims = {config.dims}")
+    if "scale" in config.augment and config.crop is None:
+        raise ConfigError("augment with 'scale', and no crop", expected="crop = [...]: the size of scaled samples")
+    if config.network == "fc-densenet" and config.dims != 2:
+        raise ConfigError(f"dims = {config.dims}", expected="dims = 2, as an FC-DenseNet takes images")
     return config

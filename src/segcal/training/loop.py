@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from segcal.losses.checks import checked_before
 from segcal.training.config import TrainingConfig, build_loss, load_config
 from segcal.training.data import Scan, hold, open_dataset
 from segcal.training.late import LATE_STEPS, LateNumbers
-from segcal.training.networks import UNet, load_network
+from segcal.training.networks import load_network, new_network
 from segcal.training.prediction import Scores, predictions, validate, write_logits
 from segcal.training.processes import join
 from segcal.training.samples import Batch, Samples, Schedule
@@ -106,8 +107,8 @@ class Trainer:
             self._compare(state)
         self.processes = join(config.device)
         torch.manual_seed(config.seed)
-        options = {name: getattr(config, name) for name in ("network", "width", "depth", "norm", "dims")}
-        self.network = UNet(self.dataset.channels, self.dataset.classes, **options).to(self.processes.device)
+        options = {name: getattr(config, name) for name in ("network", "width", "depth", "layers", "norm", "dims")}
+        self.network = new_network(self.dataset.channels, self.dataset.classes, **options).to(self.processes.device)
         self.loss.to(self.processes.device)
         self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate)
         processes = self.processes
@@ -188,6 +189,9 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate_at(epoch)
         self.samples.epoch = epoch
+        # Dropout depends on seed, epoch and process only, so that a resumed run makes the same steps.
+        state = np.random.SeedSequence((self.config.seed, epoch, self.processes.rank)).generate_state(1)
+        torch.manual_seed(int(state[0]))
         steps = list(self.schedule.of(epoch))
         on_gpu = self.processes.device.type == "cuda"
         losses, late = [], LateNumbers(LATE_STEPS if on_gpu else 0)
@@ -267,7 +271,7 @@ class Trainer:
     def _save(self) -> None:
         """Write the best model, the log, one line per epoch, and everything that a run needs to resume exactly.
 
-        Columns of the log are named like TensorBoard tags. Once weights are drawn, nothing uses torch's generators.
+        Columns of the log are named like TensorBoard tags. Torch's generators are seeded anew in every epoch.
         """
         if self._unsaved is not None:
             self.network.save(self.output / BEST, self._unsaved)

@@ -18,10 +18,12 @@ from torch.utils import data
 
 from segcal.training.config import TrainingConfig
 from segcal.training.data import HeldScan, Scan
-from segcal.training.networks import pad_end
+from segcal.training.segmenter import pad_end
 
 # Largest angle of the rotation augmentation.
 MOST_DEGREES = 15.0
+# Largest factor of the scale augmentation; the smallest is its inverse.
+MOST_SCALE = 2.0
 # Steps whose random numbers are drawn ahead of time.
 _AHEAD = 4
 
@@ -42,9 +44,10 @@ class View(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """All that is random about a sample: the crop's first voxel, axes to flip, the rotation if any, and views."""
+    """All that is random about a sample: the crop's first voxel and size, axes to flip, rotation if any, and views."""
 
     start: tuple[int, ...] | None
+    window: tuple[int, ...]
     flips: tuple[int, ...]
     degrees: float | None
     views: tuple[View, ...]
@@ -59,9 +62,10 @@ class Samples(data.Dataset[Batch]):
     Args:
         scans: The training scans.
         config: Its ``dims`` is the number of spatial axes of a sample, its ``seed`` that of augmentation and cropping.
-            ``augment``: ``flip`` mirrors each in-plane axis with probability 1/2; ``rotate`` rotates half of the
-            samples in the plane, by up to 15 degrees. ``crop`` is the size of a sample, cropped at random or padded
-            with ignored voxels.
+            ``augment``: ``flip`` mirrors each in-plane axis with probability 1/2, ``mirror`` only the last one;
+            ``rotate`` rotates half of the samples in the plane, by up to 15 degrees; ``scale`` enlarges by a factor
+            from 1/2 to 2, all equally likely in the logarithm. ``crop`` is the size of a sample, cropped at random or
+            padded with ignored voxels.
         ignore_index: The label of ignored voxels.
         views: How many views with different contrast, brightness and noise; 1 leaves the values unchanged.
     """
@@ -113,12 +117,14 @@ class Samples(data.Dataset[Batch]):
         scan, config = self.index[index][0], self.config
         rng = np.random.default_rng((config.seed, self.epoch, index))
         size, start = scan.spatial[-config.dims :], None
+        window: tuple[int, ...] = size
         if config.crop is not None:
-            start = tuple(
-                int(rng.integers(max(0, have - want) + 1)) for have, want in zip(size, config.crop, strict=True)
-            )
+            factor = MOST_SCALE ** rng.uniform(-1, 1) if "scale" in config.augment else 1.0
+            window = tuple(max(1, round(want / factor)) for want in config.crop)
+            start = tuple(int(rng.integers(max(0, have - want) + 1)) for have, want in zip(size, window, strict=True))
             size = config.crop
-        flips = tuple(axis for axis in (-1, -2) if rng.random() < 0.5) if "flip" in config.augment else ()
+        axes = (-1, -2) if "flip" in config.augment else (-1,) if "mirror" in config.augment else ()
+        flips = tuple(axis for axis in axes if rng.random() < 0.5)
         turned = "rotate" in config.augment and rng.random() < 0.5
         degrees = rng.uniform(-MOST_DEGREES, MOST_DEGREES) if turned else None
         count = 0 if self.views == 1 else self.views
@@ -126,7 +132,7 @@ class Samples(data.Dataset[Batch]):
             View(rng.uniform(0.8, 1.2), rng.uniform(-0.2, 0.2), _noise(rng, (scan.channels, *size)))
             for _ in range(count)
         )
-        return Draw(start, flips, degrees, views)
+        return Draw(start, window, flips, degrees, views)
 
     def assemble(self, chosen: Sequence[int], draws: Sequence[Draw]) -> Batch:
         """The batch of some samples with given random numbers; smaller samples are padded with ignored voxels."""
@@ -162,9 +168,11 @@ class Samples(data.Dataset[Batch]):
         size = self.config.crop
         if draw.start is None or size is None:
             return image, labels
-        part = tuple(slice(first, first + want) for first, want in zip(draw.start, size, strict=True))
+        part = tuple(slice(first, first + want) for first, want in zip(draw.start, draw.window, strict=True))
         channels_too = (slice(None), *part)
-        return pad_end(image[channels_too], size), pad_end(labels[part], size, value=self.ignore_index)
+        image = pad_end(image[channels_too], draw.window)
+        labels = pad_end(labels[part], draw.window, value=self.ignore_index)
+        return (image, labels) if draw.window == size else resized(image, labels, size)
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,19 @@ def augmented(images: Tensor, labels: Tensor, draws: Sequence[Draw], ignore_inde
         brightness = _on([view.brightness for view in each], device).view(one_each).unsqueeze(1)
         views.append(images * contrast + brightness + _on(np.stack([view.noise for view in each]), device))
     return torch.stack(views), labels
+
+
+def resized(image: Tensor, labels: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """An image ``(channels, *S)`` and its labels ``(*S)`` in another size: interpolated linearly, and the nearest.
+
+    Examples:
+        >>> resized(torch.tensor([[[0.0, 4.0]]]), torch.tensor([[0, 1]]), (1, 4))
+        (tensor([[[0., 1., 3., 4.]]]), tensor([[0, 0, 1, 1]]))
+    """
+    mode = "bilinear" if labels.ndim == 2 else "trilinear"
+    scaled = F.interpolate(image[None], tuple(size), mode=mode, align_corners=False)[0]
+    moved = F.interpolate(labels[None, None].float(), tuple(size), mode="nearest-exact")[0, 0]
+    return scaled, moved.to(labels.dtype)
 
 
 def rotate(images: Tensor, labels: Tensor, degrees: Sequence[float], ignore_index: int) -> tuple[Tensor, Tensor]:

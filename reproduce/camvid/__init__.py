@@ -1,0 +1,1 @@
+"""The tables of LTS, selective scaling and translation invariance on CamVid."""

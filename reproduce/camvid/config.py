@@ -1,0 +1,69 @@
+"""All networks of the recipe, as keys of ``segcal train``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from reproduce.common import Run
+from segcal.metrics import Column
+from segcal.training import convert
+
+# Of every network: cross-entropy, as in the papers. Crops are mirrored left to right and enlarged by 1/2 to 2. The
+# epoch with the best validation Dice, a mean over all 11 classes, counts.
+TRAINING: dict[str, Any] = {
+    "loss": [{"id": "ce"}], "batch": 8, "learning_rate": 1e-3, "factor": 0.1, "augment": ["mirror", "scale"],
+    "amp": True, "save_every": 20,
+}  # fmt: skip
+# A member of the ensemble: 4.4 million weights, 9 MB in half precision.
+UNET: dict[str, Any] = {
+    "network": "unet", "width": 24, "depth": 5, "crop": [256, 320], "epochs": 200, "milestones": [140, 180],
+}  # fmt: skip
+# FC-DenseNet67 (Jégou et al.: mIoU 65.8, crops of 224): 3.5 million weights. FC-DenseNet103 (66.9) has as many features
+# at full resolution, so it is no cheaper to train, and is too large to be carried; FC-DenseNet56 has 58.9.
+TIRAMISU: dict[str, Any] = {
+    "network": "fc-densenet", "width": 16, "layers": [5, 5, 5, 5, 5, 5], "crop": [224, 224], "epochs": 100,
+    "milestones": [70, 90],
+}  # fmt: skip
+# In miniature: the same code in seconds.
+SMOKE = {"width": 4, "batch": 4, "crop": [32, 32], "epochs": 3, "milestones": [2], "learning_rate": 0.01, "amp": False}
+SMOKE_SIZES: dict[str, dict[str, Any]] = {"unet": {"depth": 2}, "fc-densenet": {"layers": [1, 1, 1]}}
+# Seeds of the five members.
+MEMBERS = (0, 1, 2, 3, 4)
+# The networks of the LTS table, by the loss that they are trained with.
+LOSSES: dict[str, dict[str, Any]] = {
+    "tiramisu": {"id": "ce"},
+    "tiramisu-focal": {"id": "focal", "options": {"gamma": 3.0}},
+    "tiramisu-mmce": {"id": "mmce"},
+}
+# What is measured of every network: mIoU over all test images, the others of each.
+COLUMNS = {
+    "miou": Column("miou", aggregation="pooled"),
+    "accuracy": Column("accuracy"),
+    "dsc": Column("dsc"),
+    "nll": Column("nll"),
+    "ece": Column("ece", options={"num_bins": 15}),
+}
+
+
+def images(data: Path, out: Path) -> Path:
+    """The folder of images, unpacked once; the split is CamVid's own."""
+    folder = out / "images"
+    if not folder.is_dir():
+        out.mkdir(parents=True, exist_ok=True)
+        print(convert(data / "camvid.npz", folder), flush=True)
+    return folder
+
+
+def runs(data: str, *, only: Collection[str] = (), compile: bool = False, smoke: bool = False) -> list[Run]:
+    """The runs with some names, by default all."""
+    found = [Run("unet", seed, {**TRAINING, **UNET}, COLUMNS) for seed in MEMBERS]
+    found += [Run(name, 0, {**TRAINING, **TIRAMISU, "loss": [loss]}, COLUMNS) for name, loss in LOSSES.items()]
+    chosen = []
+    for run in found:
+        small = {**SMOKE, **SMOKE_SIZES[run.keys["network"]]} if smoke else {}
+        keys = {**run.keys, **small, "data": data, "compile": compile}
+        if not only or run.name in only or run.id in only:
+            chosen.append(Run(run.name, run.seed, keys, COLUMNS))
+    return chosen
