@@ -24,8 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, where the interpreter divides by zero
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# More classes than half a block of 32; the interpreter's time grows with their square.
-MANY = 26 if DEVICE == "cuda" else 17
 CLASS_GRID = BinGrid.classwise((15, 50), (1e-3,))
 TOP_GRID = BinGrid.top_label((15, 50), CLASS_GRID)
 
@@ -163,7 +161,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: float = 0.0
     assert ((found.double() - expected)[finite] / scale).abs().max() < max(1e-6, torch.finfo(found.dtype).eps)
 
 
-@pytest.mark.parametrize("classes", [2, 5, MANY])
+@pytest.mark.parametrize("classes", [2, 5, 26])
 @pytest.mark.parametrize("features", ["logits", "own-logit", "log-probs", "margins", "gaps"])
 @pytest.mark.parametrize("routed", [False, True])
 def test_expert_maps(features: str, routed: bool, classes: int) -> None:
