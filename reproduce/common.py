@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import json
@@ -184,6 +185,58 @@ def collect(out: Path, results: Path) -> set[tuple[str, str]]:
     write_rows(results / "runs.csv", runs)
     write_rows(results / "cases.csv", cases)
     return there
+
+
+def train_all(wanted: Sequence[Run], kept: Iterable[str], given: argparse.Namespace) -> None:
+    """Train the runs that are not in the results yet until all are done or time is up, and say what is left."""
+    deadline = time.time() + 60 * given.minutes
+    done = collect(given.out, given.results)
+    left = [run for run in wanted if (run.name, str(run.seed)) not in done]
+    side_by_side(
+        left, given.out, deadline, given.parallel, kept, lambda: done.update(collect(given.out, given.results))
+    )
+    left = [run for run in left if (run.name, str(run.seed)) not in done]
+    print(
+        f"{len(wanted) - len(left)} of {len(wanted)} runs are done; left: {' '.join(run.id for run in left) or 'none'}"
+    )
+
+
+def recipe_parser(about: str | None, here: Path, parallel: int) -> argparse.ArgumentParser:
+    """The arguments that all recipes have; ``here`` is the recipe's folder."""
+    found = _parser(about, here)
+    found.add_argument("data", type=Path, nargs="?")
+    found.add_argument("out", type=Path, nargs="?")
+    found.add_argument(
+        "--minutes", type=float, default=9.0, help="work stops after this time, to go on in the next call"
+    )
+    found.add_argument("--parallel", type=int, default=parallel, help="runs at a time")
+    found.add_argument("--smoke", action="store_true", help="all in miniature; needs neither DATA nor OUT")
+    return found
+
+
+def start(
+    parser: argparse.ArgumentParser, smoke: Callable[[], None], work: Callable[[argparse.Namespace], Any]
+) -> None:
+    """Do what the command line asks for."""
+    given = parser.parse_args()
+    if given.smoke:
+        smoke()
+    elif given.data is None or given.out is None:
+        parser.error("DATA and OUT are needed")
+    else:
+        work(given)
+
+
+def results_of(about: str | None, here: Path, arguments: Sequence[str] | None) -> Path:
+    """The folder of the CSV files that a command line names, for scripts that print tables."""
+    found: Path = _parser(about, here).parse_args(arguments).results
+    return found
+
+
+def _parser(about: str | None, here: Path) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--results", type=Path, default=here / "results", help="the folder of the CSV files")
+    return found
 
 
 def read_rows(path: Path) -> list[Row]:

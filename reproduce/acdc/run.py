@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -20,24 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from reproduce.acdc import config, posthoc, table
 from reproduce.acdc.tiny import write_tiny
-from reproduce.common import collect, side_by_side
-
-RESULTS = Path(__file__).parent / "results"
+from reproduce.common import collect, recipe_parser, start, train_all
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Train until all is done or time is up."""
-    out, results = arguments.out, arguments.results
-    deadline = time.time() + 60 * arguments.minutes
     options = {"only": arguments.only, "seeds": arguments.seeds, "compile": arguments.compile, "smoke": arguments.smoke}
-    wanted = config.runs(str(config.images(arguments.data, out)), **options)
-    done = collect(out, results)
-    left = [run for run in wanted if (run.name, str(run.seed)) not in done]
-    side_by_side(left, out, deadline, arguments.parallel, config.KEPT, lambda: done.update(collect(out, results)))
-    left = [run for run in left if (run.name, str(run.seed)) not in done]
-    print(
-        f"{len(wanted) - len(left)} of {len(wanted)} runs are done; left: {' '.join(run.id for run in left) or 'none'}"
-    )
+    wanted = config.runs(str(config.images(arguments.data, arguments.out)), **options)
+    train_all(wanted, config.KEPT, arguments)
 
 
 def smoke() -> None:
@@ -57,26 +46,12 @@ def smoke() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("data", type=Path, nargs="?")
-    found.add_argument("out", type=Path, nargs="?")
-    found.add_argument("--results", type=Path, default=RESULTS, help="the folder of the CSV files")
-    found.add_argument(
-        "--minutes", type=float, default=9.0, help="runs stop after this time, to go on in the next call"
-    )
-    found.add_argument("--parallel", type=int, default=3, help="runs at a time")
+    found = recipe_parser(__doc__, Path(__file__).parent, parallel=3)
     found.add_argument("--only", nargs="*", default=[], help="groups (main, ablation, sensitivity) or names of rows")
     found.add_argument("--seeds", type=int, nargs="*", default=config.SEEDS)
     found.add_argument("--compile", action="store_true", help="compile the networks")
-    found.add_argument("--smoke", action="store_true", help="all in miniature; needs neither DATA nor OUT")
     return found
 
 
 if __name__ == "__main__":
-    given = parser().parse_args()
-    if given.smoke:
-        smoke()
-    elif given.data is None or given.out is None:
-        parser().error("DATA and OUT are needed")
-    else:
-        train(given)
+    start(parser(), smoke, train)

@@ -7,7 +7,6 @@ patients, too.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from reproduce.acdc import config
-from reproduce.common import COLUMNS, Row, read_rows, show
+from reproduce.common import COLUMNS, Row, read_rows, results_of, show
 from segcal.inference import friedman, hierarchical_bootstrap, mean_case_rank, mean_over_repeats, sum_rank
 
 Values = NDArray[np.float64]
@@ -104,11 +103,9 @@ def ranks(measured: Measured, methods: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print all tables that there are numbers for."""
     here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=here / "results")
-    given = parser.parse_args(arguments)
+    results = results_of(__doc__, here, arguments)
     published = read_rows(here / "published.csv")
-    if rows := read_rows(given.results / "cases.csv"):
+    if rows := read_rows(results / "cases.csv"):
         measured = Measured(rows, "run")
         first = Measured([row for row in rows if row["seed"] == str(config.SEEDS[0])], "run")
         tables = [row for row in published if row["table"].endswith("table 1")]
@@ -118,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compare("Ablations of NACL, first seed", first, ["nacl", *config.ABLATION], tables)
         others = ["nacl", "crac", *config.SENSITIVITY]
         compare("Sensitivity of NACL to its weight, beside CRaC and its margin, first seed", first, others, [])
-    rows = read_rows(given.results / "posthoc.csv")
+    rows = read_rows(results / "posthoc.csv")
     for name in dict.fromkeys(row["run"] for row in rows):
         own = Measured([row for row in rows if row["run"] == name], "calibrator", (*METRICS, "flip"))
         compare(f"Post-hoc calibration of {name}, fitted to the validation patients", own, list(own.of), [])

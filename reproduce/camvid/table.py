@@ -7,7 +7,6 @@ Cityscapes (Kirscher et al., tables 4 and 7) and K-Net with DeepLab on BDD100K (
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from reproduce.camvid.methods import LTS_METRICS, REGIONS, TABLES
 from reproduce.camvid.posthoc import PROTOCOLS
-from reproduce.common import Row, read_rows, show
+from reproduce.common import Row, read_rows, results_of, show
 from segcal.inference import hierarchical_bootstrap
 
 # Of each table: the parts that it has, by the name of the test images and the settings of the published table, and the
@@ -95,19 +94,17 @@ def section(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print all tables that there are numbers for."""
     here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=here / "results")
-    given = parser.parse_args(arguments)
+    results = results_of(__doc__, here, arguments)
     published = {
         (row["table"], row["setting"], row["method"], row["metric"]): row["value"]
         for row in read_rows(here / "published.csv")
     }
-    if runs := read_rows(given.results / "runs.csv"):
+    if runs := read_rows(results / "runs.csv"):
         names = ("run", "seed", "epochs", "best_epoch", "validation_dice", "test_miou", "seconds", "device")
         show("Networks", names, [[row[name] for name in names] for row in runs])
     for table, part, setting, shown in SECTIONS:
         for protocol in PROTOCOLS:
-            section(given.results, published, protocol, table, part, setting, shown)
+            section(results, published, protocol, table, part, setting, shown)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from reproduce.common import Row, Run, collect, read_rows, side_by_side, write_rows
+from reproduce.common import Row, Run, collect, read_rows, recipe_parser, side_by_side, start, write_rows
 from reproduce.hippocampus import config, fusion, posthoc, table
 from reproduce.hippocampus.atlases import write_pairs
 from reproduce.hippocampus.tiny import write_tiny
 
-RESULTS = Path(__file__).parent / "results"
 # Seconds before the limit after which no piece is started: about what the slowest takes.
 PIECE_SECONDS = 60.0
 Rows = dict[str, list[Row]]
@@ -139,24 +138,10 @@ def smoke() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("data", type=Path, nargs="?")
-    found.add_argument("out", type=Path, nargs="?")
-    found.add_argument("--results", type=Path, default=RESULTS, help="the folder of the CSV files")
-    found.add_argument(
-        "--minutes", type=float, default=9.0, help="work stops after this time, to go on in the next call"
-    )
-    found.add_argument("--parallel", type=int, default=3, help="networks or pieces at a time")
+    found = recipe_parser(__doc__, Path(__file__).parent, parallel=3)
     found.add_argument("--folds", type=int, nargs="*", default=range(config.FOLDS))
-    found.add_argument("--smoke", action="store_true", help="all in miniature; needs neither DATA nor OUT")
     return found
 
 
 if __name__ == "__main__":
-    arguments = parser().parse_args()
-    if arguments.smoke:
-        smoke()
-    elif arguments.data is None or arguments.out is None:
-        parser().error("DATA and OUT are needed")
-    else:
-        main(arguments)
+    start(parser(), smoke, main)

@@ -5,18 +5,16 @@ A cell is the mean over the test volumes of all folds, with its 95% bootstrap in
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from reproduce.common import Row, read_rows
+from reproduce.common import Row, read_rows, results_of, show
 from reproduce.hippocampus import config
 from segcal.inference import hierarchical_bootstrap
 
@@ -37,13 +35,6 @@ def grouped(rows: Sequence[Row], *keys: str) -> dict[str, list[Row]]:
 def values(rows: Sequence[Row], metrics: Sequence[str]) -> NDArray[np.float64]:
     """``(volumes, metrics)``; NaN where nothing could be measured."""
     return np.array([[float(row[metric] or "nan") for metric in metrics] for row in rows])
-
-
-def show(title: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
-    """A table in Markdown."""
-    print(f"\n### {title}\n")
-    for line in (head, ["---"] * len(head), *lines):
-        print("| " + " | ".join(map(str, line)) + " |")
 
 
 def ours(title: str, methods: Mapping[str, Sequence[Row]]) -> None:
@@ -73,21 +64,19 @@ def beside(title: str, methods: Mapping[str, Sequence[Row]], published: Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print all tables that there are numbers for."""
     here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=here / "results")
-    given = parser.parse_args(arguments)
+    results = results_of(__doc__, here, arguments)
     published = read_rows(here / "published.csv")
-    rows = read_rows(given.results / "posthoc.csv")
+    rows = read_rows(results / "posthoc.csv")
     for loss in config.LOSSES:
         if own := [row for row in rows if row["run"] == loss]:
             methods = grouped(own, "calibrator")
             ours(f"Calibrators on networks trained with {loss}", methods)
             if loss == "ce":
                 beside(UNET, methods, [row for row in published if row["table"] == UNET])
-    if rows := read_rows(given.results / "votes.csv"):
+    if rows := read_rows(results / "votes.csv"):
         ours("Votes on atlases", methods := grouped(rows, "calibrator"))
         beside(VOTES, methods, [row for row in published if row["table"] == VOTES])
-    if rows := read_rows(given.results / "fusion.csv"):
+    if rows := read_rows(results / "fusion.csv"):
         ours("Fused labels", methods := grouped(rows, "vote", "calibrator"))
         beside(FUSION, methods, [row for row in published if row["table"] == FUSION])
 
