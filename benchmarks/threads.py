@@ -1,7 +1,9 @@
 """Times with 1, 2, 4, 8, 16 threads: ``python benchmarks/threads.py [--images 30] [--threads 1 2 4 8 16]``.
 
 Logits of 19 x 256 x 512 in float32 lie in memory. Every number of threads has a process of its own, which is given the
-number as users give it, by ``torch.set_num_threads``. Times are the least of several calls after one that compiles.
+number as users give it, by ``torch.set_num_threads``, and is bound to as many cores of its own. Processes that fit
+beside each other on the machine run at the same time, the largest first, and share its memory. Times are the least of
+several calls after one that compiles.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ CLASSES, IMAGE = 19, (256, 512)
 # Fits, which take seconds, are timed this often, all else this often.
 FITS, CALLS = 1, 7
 # Images that trust is fitted and applied to.
-TRUST = 8
+TRUST = 4
 
 
 def least(function: Callable[[], object], calls: int) -> float:
@@ -58,24 +60,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=30)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--one", type=int, help="measure this number of threads in this process")
+    parser.add_argument("--one", type=int, nargs=2, metavar=("THREADS", "CORE"), help="measure in this process")
     arguments = parser.parse_args()
     if arguments.one is not None:
-        torch.set_num_threads(arguments.one)
+        threads, core = arguments.one
+        os.sched_setaffinity(0, range(core, core + threads))
+        torch.set_num_threads(threads)
         print(json.dumps(measure(arguments.images)))
         return
     command = [sys.executable, __file__, "--images", str(arguments.images), "--one"]
-    found = []
-    for count in arguments.threads:
-        started = time.perf_counter()
-        output = subprocess.run([*command, str(count)], stdout=subprocess.PIPE, check=True, text=True).stdout
-        found.append(json.loads(output))
-        print(f"{count} threads: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    found: dict[int, dict[str, float]] = {}
+    waiting = sorted(arguments.threads, reverse=True)
+    while waiting:
+        core, together = 0, {}
+        for count in [*waiting]:
+            if not together or core + count <= (os.cpu_count() or 1):
+                process = subprocess.Popen([*command, str(count), str(core)], stdout=subprocess.PIPE, text=True)
+                together[count], core = process, core + count
+                waiting.remove(count)
+        for count, process in together.items():
+            found[count] = json.loads(process.communicate()[0])
+            print(f"{count} threads: measured", file=sys.stderr, flush=True)
     print(f"segcal {segcal.__version__}, torch {torch.__version__}, {os.cpu_count()} cores")
     print(f"{arguments.images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32, seconds")
     print(f"{'threads':14}" + "".join(f"{count:>9}" for count in arguments.threads) + "   speed-up")
-    for name in found[0]:
-        times = [own[name] for own in found]
+    for name in found[arguments.threads[0]]:
+        times = [found[count][name] for count in arguments.threads]
         print(f"{name:14}" + "".join(f"{own:9.3f}" for own in times) + f"{times[0] / min(times):9.1f}x")
 
 

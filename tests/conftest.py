@@ -1,3 +1,5 @@
+import copy
+import math
 import os
 import sys
 
@@ -7,11 +9,57 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 import pytest
 import torch
+from hypothesis import settings
+
+from seeds import DEFAULT_SEED, ROUNDS, SEED
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 import segcal.cli.console
+from segcal.synthetic.scene import SceneSpec
+
+SCENES = {}
+
+
+@pytest.fixture(autouse=True)
+def _small_scenes_are_generated_once(monkeypatch, request):
+    """For all tests of a process, each of which gets copies; not for those of the scenes themselves.
+
+    To generate a small scene takes longer than to evaluate it, and its case is opened again in every pass.
+    """
+    if request.path.name == "test_synthetic.py" or request.path.match("segcal/synthetic/*"):
+        return
+    generate = SceneSpec.generate
+
+    def kept(spec, index):
+        if math.prod(spec.size) > 2**14:
+            return generate(spec, index)
+        key = repr(spec), index
+        if key not in SCENES:
+            if len(SCENES) == 128:
+                del SCENES[next(iter(SCENES))]
+            SCENES[key] = generate(spec, index)
+        return copy.deepcopy(SCENES[key])
+
+    monkeypatch.setattr(SceneSpec, "generate", kept)
+
+
+# Property tests draw the same examples in every run, or others with every seed.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("seeded", derandomize=False, database=None, deadline=None, print_blob=True)
+settings.load_profile("fixed" if SEED == DEFAULT_SEED else "seeded")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Hand the seed to hypothesis, as its option would, unless that is given."""
+    if SEED != DEFAULT_SEED and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = SEED
+
+
+def pytest_report_header():
+    return f"segcal: SEGCAL_SEED={SEED} SEGCAL_ROUNDS={ROUNDS}"
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import itertools
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 import segcal
 from multilabel import channels, stacked
@@ -580,19 +582,19 @@ def test_figures_of_multilabel_cases_are_drawn_channel_by_channel() -> None:
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 
-def draw_all(figure: Figure | None = None) -> list[Figure]:
+def draw_all(place: Callable[[], SubFigure | None] = lambda: None) -> list[Figure]:
+    """One of every kind, each in a place of its own."""
     case = scenes(1, size=(24, 30), num_classes=3)[0]
     statistics = VoxelStatistics(3).update(case.logits, case.labels)
     profile = plots.BoundaryProfile().update(case.logits, case.labels, CaseRegions(case.labels).distance)
     histogram = plots.LogitHistogram(3).update(case.logits, case.labels)
-    options = {"figure": figure}
     return [
-        plots.reliability_diagram(reliability(statistics), **options),
-        plots.classwise_diagram([reliability(statistics, predicted=k) for k in range(3)], **options),
-        plots.boundary_curve(profile, **options),
-        plots.logit_magnitudes(histogram, **options),
-        plots.spatial_maps(case, **options),
-        plots.local_reliability(case, size=10, **options),
+        plots.reliability_diagram(reliability(statistics), figure=place()),
+        plots.classwise_diagram([reliability(statistics, predicted=k) for k in range(3)], figure=place()),
+        plots.boundary_curve(profile, figure=place()),
+        plots.logit_magnitudes(histogram, figure=place()),
+        plots.spatial_maps(case, figure=place()),
+        plots.local_reliability(case, size=10, figure=place()),
     ]
 
 
@@ -601,11 +603,11 @@ def test_equal_plots_are_equal_files() -> None:
 
 
 def test_plots_can_share_a_figure() -> None:
-    for position in range(6):
-        whole = Figure(figsize=(20, 8), layout="constrained")
-        left, _ = whole.subfigures(1, 2)
-        assert draw_all(left)[position] is whole
-        assert left.axes
+    wholes = [Figure(figsize=(20, 8), layout="constrained") for _ in range(6)]
+    left = [whole.subfigures(1, 2)[0] for whole in wholes]
+    drawn = draw_all(partial(next, iter(left)))
+    assert all(one is whole for one, whole in zip(drawn, wholes, strict=True))
+    assert all(part.axes for part in left)
 
 
 def test_global_state_is_left_alone() -> None:
@@ -648,6 +650,15 @@ def test_files_are_written_in_the_format_of_their_name(tmp_path, suffix: str) ->
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix.lower()]
     assert path.read_bytes().startswith(start)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_equal_plots_are_saved_as_equal_files(tmp_path, suffix: str) -> None:
+    stats = VoxelStatistics(2).update(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+    one, other = (
+        plots.save(plots.reliability_diagram(reliability(stats)), tmp_path / f"{k}.{suffix}") for k in range(2)
+    )
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch) -> None:

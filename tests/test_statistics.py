@@ -146,6 +146,18 @@ def test_free_energy_keeps_its_spread_far_from_zero():
     assert free_energy_std(halves) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("content", [1e4, 1e9, -3e38, torch.nan])
+def test_what_ignored_voxels_hold_is_not_seen_by_the_free_energy(backend, content):
+    logits, labels = example()
+    labels[0, 0] = 255
+    expected = free_energy_std(VoxelStatistics(4, backend=backend).update(logits, labels))
+    logits[0, :, 0] = content
+    nothing = torch.full_like(labels, 255)
+    stats = VoxelStatistics(4, backend=backend).update(logits, nothing).update(logits, labels)
+    assert free_energy_std(stats) == expected
+
+
 def test_calibrated_log_probabilities_with_the_old_argmax_equal_the_fused_map():
     logits, labels = example()
     score_map = AffineMap(torch.tensor([1.0, 0.5, 1.5, 1.0]), torch.tensor([0.0, 1.0, -1.0, 0.5]))

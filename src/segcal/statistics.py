@@ -157,7 +157,7 @@ class VoxelStatistics:
         if distance is not None:
             add_distances(result, distance, voxels)
         if self.layout.atoms:
-            self._add(result, Layout(atoms, shift))
+            self._append(result, Layout(atoms, shift))
         else:
             self._tally, self.layout = result, Layout(atoms, shift)
         return self
@@ -177,7 +177,7 @@ class VoxelStatistics:
                 "statistics differ in " + ", ".join(f"{name} ({mine[name]} and {theirs[name]})" for name in wrong),
                 expected="statistics made with the same arguments",
             )
-        self._add(other._tally, other.layout)
+        self._append(other._tally, other.layout)
         return self
 
     def __add__(self, other: VoxelStatistics) -> VoxelStatistics:
@@ -277,10 +277,14 @@ class VoxelStatistics:
     def _zeros(self, atoms: int) -> Tally:
         return Tally.zeros(atoms, self.num_classes, self.top_grid, self.class_grid)
 
+    def _append(self, other: Tally, layout: Layout) -> None:
+        """``_add``, with the other's origin of energies if there are no voxels yet that chose one."""
+        if not self._tally.confusion.any():
+            self.layout = self.layout._replace(energy_shift=layout.energy_shift)
+        self._add(other, layout)
+
     def _add(self, other: Tally, layout: Layout) -> None:
         """Add a tally whose slots are the atoms of ``layout``."""
-        if not self.layout.atoms:
-            self.layout = Layout((), layout.energy_shift)
         new = tuple(atom for atom in layout.atoms if atom not in self.layout.atoms)
         if new:
             self.layout = self.layout._replace(atoms=self.layout.atoms + new)

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import segcal
 from multilabel import channels, stacked
-from segcal.calibrators import CALIBRATORS, load
+from segcal.calibrators import CALIBRATORS, load, selective
 from segcal.cases.calibrated import case_scores
 from segcal.errors import DataError, InputError
 from segcal.evaluation.apply import apply
@@ -18,6 +18,13 @@ PARTS = channels(3, {"liver": 1.0, "tumour": 4.0}, size=(20, 24), ignored=0.05)
 CASES = stacked(**PARTS)
 # Few epochs: what is compared is the same training, not how good it is.
 QUICK = {name: {"epochs": 1} for name in ("lts", "lts-ti", "ibts")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_epochs_of_selectors():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selective, "_EPOCHS", 2)
+        yield
 
 
 def fresh(name):

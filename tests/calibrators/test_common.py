@@ -1,5 +1,7 @@
 """What every calibrator promises, held for each of them."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,19 @@ def random_logits(*shape, seed=0, scale=4.0):
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close(first, second):
-    """To 1e-5 of the largest number of each voxel."""
-    assert ((first - second).abs() <= 1e-5 * (1 + first.abs().amax(1, keepdim=True))).all()
+def assert_close(fitted, z, first, second):
+    """To 1e-5 of the largest number of each voxel, or to what the exact map makes of float32's rounding of the scores.
+
+    The latter is more on the steep steps of ``isotonic``, and which voxels are on one depends on the processor.
+    """
+    difference = (first - second).detach().abs()
+    far = (difference > 1e-5 * (1 + first.detach().abs().amax(1, keepdim=True))).any(1)
+    if far.any():
+        assert not fitted.spatial
+        points, difference = (own.detach().movedim(1, -1)[far].double() for own in (z, difference))
+        rounding = 4 * torch.finfo(torch.float32).eps * points.abs().amax()
+        steps = rounding * torch.eye(points.shape[1], dtype=torch.float64)
+        assert (difference <= sum((fitted(points + step) - fitted(points - step)).abs() for step in steps)).all()
 
 
 def test_output_is_log_probabilities_in_the_input_dtype(fitted):
@@ -71,7 +83,7 @@ def test_small_and_large_inputs_are_mapped_alike(fitted):
     z = random_logits(1, 6, 300, 200)
     if not fitted.spatial:
         parts = torch.cat([fitted(z[:, :, row : row + 50]) for row in range(0, 300, 50)], 2)
-        assert_close(fitted(z), parts)
+        assert_close(fitted, z, fitted(z), parts)
     assert fitted(z[:0]).shape == (0, 6, 300, 200)
 
 
@@ -126,7 +138,7 @@ def test_damaged_and_foreign_files_are_refused(fitted, tmp_path):
         load(path)
     with pytest.raises(DataError, match="cannot be read"):
         load(tmp_path / "nowhere.safetensors")
-    broken = type(fitted)().fit(CASES)
+    broken = copy.deepcopy(fitted)
     for buffer in broken.tensors().values():
         buffer.fill_(torch.nan)
     broken.save(path)
@@ -136,7 +148,7 @@ def test_damaged_and_foreign_files_are_refused(fitted, tmp_path):
 
 def test_a_failed_fit_changes_nothing(fitted):
     z = random_logits(1, 6, 30, 30)
-    calibrator = type(fitted)().fit(CASES)
+    calibrator = copy.deepcopy(fitted)
     before, report = calibrator(z), calibrator.fit_report
     with pytest.raises(InputError, match="label 9"):
         calibrator.fit(z, torch.full((1, 30, 30), 9))
@@ -189,14 +201,15 @@ def test_gradients_are_those_of_finite_differences(fitted):
     if fitted(z).requires_grad:
         assert torch.autograd.gradcheck(fitted, (z,), eps=1e-6, atol=1e-5)
     large = random_logits(1, 6, 300, 200).requires_grad_()
-    assert_close(fitted(large), fitted(large.detach()))
+    assert_close(fitted, large, fitted(large), fitted(large.detach()))
 
 
 def test_labels_of_any_integer_type(fitted):
     z, y = CASES[0].logits, CASES[0].labels
-    expected = type(fitted)().fit(z, y)
+    options = {"epochs": 2} if "epochs" in fitted.arguments() else {}  # two fits alike, however good
+    expected = type(fitted)(**options).fit(z, y)
     for dtype in (torch.uint8, torch.int16, torch.int32) if fitted.id == "ts" else (torch.uint8,):
-        assert torch.equal(type(fitted)().fit(z, y.to(dtype))(z), expected(z))
+        assert torch.equal(type(fitted)(**options).fit(z, y.to(dtype))(z), expected(z))
 
 
 def test_the_same_seed_gives_the_same_bits(fitted):

@@ -19,8 +19,8 @@ REGIONS = ("everything", "boundary")
 def folder(cases, tmp_path_factory):
     """The scenes on disk, and the same with a class that is impossible in some places."""
     root = tmp_path_factory.mktemp("evaluated")
-    write_dataset(cases, root / "finite")
-    write_dataset(cases, root / "impossible")
+    write_dataset(cases[:2], root / "finite")
+    write_dataset(cases[:2], root / "impossible")
     for path in (root / "impossible" / "logits").iterdir():
         scores = np.load(path)
         labels = np.load(root / "impossible" / "labels" / path.name)

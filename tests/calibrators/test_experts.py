@@ -11,8 +11,10 @@ from reference.calibrators import MAPS, best_nll, drawn, least, nll, start
 from segcal.calibrators import CALIBRATORS, load
 from segcal.errors import InputError
 from segcal.fitting import expert_adam, expert_exact
+from segcal.fitting import expert_sums as expert_sums_module
 from segcal.fitting.expert_form import FLOOR
 from segcal.fitting.expert_sums import Rows, expert_sums
+from segcal.kernels import curvature_loops
 from segcal.kernels.experts import ExpertMap
 from segcal.scores import canonical_logits
 from segcal.synthetic import Temperature, scenes
@@ -45,9 +47,16 @@ def example_theta(features, classes, count, seed=1):
     return theta
 
 
+@pytest.fixture(params=["numpy", "compiled"])
+def loops(request, monkeypatch):
+    """Sums by numpy and by compiled loops, whatever the number of voxels."""
+    module = curvature_loops if request.param == "compiled" else None
+    monkeypatch.setattr(expert_sums_module, "fast_sums", lambda size: module)
+
+
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("features", FEATURES)
-def test_sums_are_what_autograd_finds(features, classes):
+def test_sums_are_what_autograd_finds(features, classes, loops):
     z, y, weights = awkward(classes=max(classes, 4))
     if classes == 2:
         z, y = z[:, 1:3], y % 2
@@ -95,17 +104,19 @@ def test_sums_of_vector_scaling_are_those_of_its_matrix():
 
 
 @pytest.mark.parametrize("features", FEATURES)
-def test_threads_and_the_order_of_voxels_do_not_matter(features):
+def test_threads_and_the_order_of_voxels_do_not_matter(features, loops, monkeypatch):
+    monkeypatch.setattr(expert_sums_module, "_PART_ROWS", 300)
     z, y, weights = awkward(n=5000)
     theta = example_theta(features, 4, 4)
-    alone = expert_sums(Rows.of(z, y, weights.numpy(), features, 4), theta, features, curvature=True)
+    rows = Rows.of(z, y, weights.numpy(), features, 4)
+    alone = expert_sums(rows, theta, features, curvature=True)
     shuffled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     other = Rows.of(z[shuffled], y[shuffled], weights[shuffled].numpy(), features, 4)
+    for found, expected in zip(expert_sums(other, theta, features, curvature=True), alone, strict=True):
+        assert np.allclose(found, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
     for threads in (2, 5):
-        for found, expected in zip(
-            expert_sums(other, theta, features, curvature=True, threads=threads), alone, strict=True
-        ):
-            assert np.allclose(found, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
+        shared = expert_sums(rows, theta, features, curvature=True, threads=threads)
+        assert all(np.array_equal(found, expected) for found, expected in zip(shared, alone, strict=True))
 
 
 @pytest.mark.parametrize("features", FEATURES)

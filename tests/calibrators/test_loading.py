@@ -23,7 +23,9 @@ def saved(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "c.safetensors"
     CALIBRATORS[request.param](**options.get(request.param, {})).fit(CASES).save(path)
     with safe_open(path, framework="pt") as file:
-        return path.read_bytes(), {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["segcal"])  # noqa: SIM118
+    del about["digest"]  # What is forged here has no checksum, or a right one.
+    return path.read_bytes(), tensors, {"segcal": json.dumps(about)}
 
 
 def attempt(path):
@@ -90,6 +92,22 @@ def test_forged_tensors_are_refused(saved, tmp_path):
         assert attempt(path) is None
     save_file({**tensors, "other": torch.ones(3)}, path, metadata)
     assert attempt(path) is None
+
+
+def test_no_flipped_bit_changes_the_map(saved, tmp_path):
+    whole, path = saved[0], tmp_path / "c.safetensors"
+    logits = 3 * torch.randn(1, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    path.write_bytes(whole)
+    truth = segcal.load(path)(logits)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in np.random.default_rng(0).integers(8 * start, 8 * len(whole), 60).tolist():  # of the tensors
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match="checksum does not match"):
+            segcal.load(path)
+    path.write_bytes(whole)
+    assert torch.equal(segcal.load(path)(logits), truth)
 
 
 def test_damaged_bytes_are_refused_or_harmless(saved, tmp_path):

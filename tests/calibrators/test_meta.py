@@ -38,6 +38,14 @@ def test_no_more_correct_predictions_are_rejected_than_allowed(miscoverage):
     assert calibrator.detection.accuracy == pytest.approx(float((rejected != right).double().mean()))
 
 
+def test_rounding_does_not_decide_who_is_rejected():
+    z, y = valid_voxels()
+    calibrator = MetaCal(0.02).fit(z, y)
+    for dtype in (torch.float32, torch.float64):
+        near = (entropy(z.to(dtype)) - float(calibrator.gamma)).abs().min()
+        assert near > 1e-5  # rounding moves entropies by up to 1e-6
+
+
 def test_the_rest_is_at_its_best_temperature():
     calibrator = MetaCal(0.02).fit(CASES)
     z, y = valid_voxels()

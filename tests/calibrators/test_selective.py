@@ -97,7 +97,16 @@ def test_nothing_to_tell_apart_is_said_and_changes_nothing(right):
     missing = "misprediction" if right else "correct prediction"
     assert any(f"no {missing} among the calibration voxels" in note for note in calibrator.fit_report.notes)
     assert calibrator.temperature == 1
+    assert calibrator.fit_report.nll_after == calibrator.fit_report.nll_before
     assert torch.allclose(calibrator(z), z.log_softmax(1), atol=1e-6)
+
+
+def test_rounding_does_not_decide_who_is_suspected():
+    random = torch.Generator().manual_seed(6)
+    z, labels = 3 * torch.randn(480, 2, generator=random), torch.randint(2, (480,), generator=random)
+    calibrator = SelectiveScaling().fit(z, labels)  # a selector that cannot tell many of the voxels apart
+    single, double = (calibrator.suspicion(z.to(dtype).log_softmax(1)) > 0 for dtype in (torch.float32, torch.float64))
+    assert torch.equal(single, double)
 
 
 def test_the_selector_sees_a_sample_only(monkeypatch):

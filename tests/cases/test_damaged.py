@@ -121,6 +121,18 @@ def test_zarr_shape_of_which_next_to_nothing_is_stored(tmp_path):
     assert "chunks are missing" in str(problem)
 
 
+@pytest.mark.parametrize("distance", [1, 2])
+def test_h5_virtual_dataset_that_leads_back_to_itself(tmp_path, distance):
+    """Found by fuzzing: reading one ends the process."""
+    names = ["a.h5", "b.h5"][:distance]
+    for name, other in zip(names, names[1:] + names[:1], strict=True):
+        layout = h5py.VirtualLayout((6, 8), "f4")
+        layout[:] = h5py.VirtualSource("." if distance == 1 else other, "a", (6, 8))
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_virtual_dataset("a", layout)
+    assert_refuses(tmp_path / "a.h5", "refers to itself")
+
+
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +181,18 @@ def test_gzip_length_and_trailing_garbage(tmp_path):
     for broken in (data[:-4] + bytes(4), data[:-8], data[:-1], data + b"garbage"):
         path.write_bytes(broken)
         assert_refuses(path)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy_cut_short_while_it_is_read(tmp_path, order):
+    """As when a disk or a server fails: of a mapped file, this would end the process."""
+    path = tmp_path / "a.npy"
+    np.save(path, np.ones((4, 64, 64), order=order))
+    file = open_array(path)
+    with path.open("r+b") as stream:
+        stream.truncate(path.stat().st_size // 2)
+    with pytest.raises(DataError, match=r"a\.npy.*is damaged: it ends .* bytes too early"):
+        file.read()
 
 
 # -- values that are no plain numbers ---------------------------------------------------------------------------------

@@ -182,3 +182,12 @@ def test_two_spellings_of_one_name_are_an_error(tmp_path):
         (root / folder / "case1.npy").rename(root / folder / "e\u0301.npy")
     with pytest.raises(DataError, match=r"two cases look the same: 'e\\u0301' and '\\xe9'"):
         segcal.open_cases(root)
+
+
+@pytest.mark.parametrize("key", ["scores", "labels", "images", "masks"])
+def test_folder_names_that_no_system_has(tmp_path, key):
+    """Found by fuzzing: the system's own error came through."""
+    root = plain(tmp_path)
+    (root / "segcal.toml").write_text(f'kind = "logits"\n{key} = "{"a" * 5000}"\n')
+    with pytest.raises(DataError, match=r"aaa\.\.\.: cannot be read \(File name too long\)"):
+        segcal.open_cases(root)

@@ -83,10 +83,15 @@ REGIONS = ("everything", "boundary", "local")
 
 
 def test_workers_give_the_same_values():
-    options = {"metrics": ("nll", "ece", "ba-ece", "hd95"), "regions": REGIONS}
+    ts = segcal.calibrators.TemperatureScaling().fit(CASES)
+    options = {"metrics": ("nll", "ece", "ba-ece", "hd95", "ace-adaptive"), "regions": REGIONS, "exact": True}
     told = {workers: [] for workers in (1, 2)}
-    assert_same_values(*(evaluate(CASES, **options, workers=n, progress=told[n].append) for n in told))
-    assert told[1] == sorted(told[2]) == list(CASES.ids)
+    one, two = (evaluate(CASES, ts, **options, workers=n, progress=told[n].append) for n in told)
+    assert_same_values(one, two)
+    assert one.pooled_intervals == two.pooled_intervals
+    assert one.pooled_intervals
+    assert told[1] == list(CASES.ids) * 2  # once for all, and once more for the pooled edges of exact bins
+    assert sorted(told[2]) == sorted(told[1])
 
 
 def test_chunks_give_the_same_values(monkeypatch):
@@ -289,15 +294,13 @@ def test_wrong_requests_say_what_there_is(options, says):
         evaluate(CASES[:1], metrics=("ece",)).value("nll")
 
 
-@pytest.mark.parametrize(("workers", "calibrated"), [(1, False), (2, True)])
-def test_exact_equal_mass_bins_are_those_of_sorted_voxels(workers, calibrated):
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_exact_equal_mass_bins_are_those_of_sorted_voxels(calibrated):
     """Per case, per region and pooled, against the reference that sorts all probabilities."""
     cases = scenes(2, size=(16, 18), num_classes=3, plant=[Temperature(2.0)], ignored=0.1)
     calibrator = segcal.calibrators.VectorScaling().fit(cases) if calibrated else None
     metrics = ("ace-adaptive", "ace-adaptive[num_bins=7]", "tace")
-    results = evaluate(
-        cases, calibrator, metrics=metrics, regions=("everything", "boundary"), exact=True, workers=workers
-    )
+    results = evaluate(cases, calibrator, metrics=metrics, regions=("everything", "boundary"), exact=True)
     seen = {}
     for case in cases:
         log_probs = case.logits.log_softmax(1) if calibrator is None else calibrator(case.logits)

@@ -59,9 +59,8 @@ def test_the_metrics_that_promise_one_have_an_interval_and_the_others_none():
             assert row.pooled_low <= row.pooled <= row.pooled_high
 
 
-def test_worker_processes_and_files_change_nothing(tmp_path):
-    one, two = (evaluate(CASES, regions=(EVERYTHING, "boundary"), workers=workers) for workers in (1, 2))
-    assert one.pooled_intervals == two.pooled_intervals
+def test_files_change_nothing(tmp_path):
+    one = evaluate(CASES, regions=(EVERYTHING, "boundary"))
     assert len(one.pooled_intervals) == 16
     one.to_json(tmp_path / "results.json")
     again = Results.from_json(tmp_path / "results.json")

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from segcal.calibrators import CALIBRATORS, CMSOrderPreserving, EnsembleTemperatureScaling, SelectiveScaling
+from segcal.calibrators import (
+    CALIBRATORS,
+    CMSOrderPreserving,
+    EnsembleTemperatureScaling,
+    SelectiveScaling,
+    selective,
+)
 from segcal.calibrators.base import FitData
 from segcal.cases.tensors import tensors_as_cases
 from segcal.fitting.first_pass import held_out_samples, hold_out
@@ -18,7 +24,13 @@ VALIDATED = ["lts", "lts-ti", "ibts", "selective", "adam"]
 
 
 def make(name):
-    return CMSOrderPreserving(solver="adam") if name == "adam" else CALIBRATORS[name](**QUICK.get(name, {}))
+    return CMSOrderPreserving(solver="adam", patience=1) if name == "adam" else CALIBRATORS[name](**QUICK.get(name, {}))
+
+
+@pytest.fixture
+def _few_epochs(monkeypatch):
+    """Of selectors, for which there is no option."""
+    monkeypatch.setattr(selective, "_EPOCHS", 2)
 
 
 def tensors(count=3, size=(12, 16), dtype=torch.float32):
@@ -30,6 +42,7 @@ def tensors(count=3, size=(12, 16), dtype=torch.float32):
     return z.to(dtype), y, ~away
 
 
+@pytest.mark.usefixtures("_few_epochs")
 @pytest.mark.parametrize("name", [*CALIBRATORS, "adam"])
 def test_voxels_that_do_not_count_do_not_matter(name):
     z, y, mask = tensors()
@@ -45,6 +58,7 @@ def test_voxels_that_do_not_count_do_not_matter(name):
     assert report.voxels_used <= int(mask.sum())
 
 
+@pytest.mark.usefixtures("_few_epochs")
 @pytest.mark.parametrize("name", [*CALIBRATORS, "adam"])
 def test_no_more_voxels_are_used_than_there_are(name):
     for z, y, mask in (tensors(1, (8, 8)), tensors(11, (8, 10))):
@@ -54,6 +68,7 @@ def test_no_more_voxels_are_used_than_there_are(name):
         assert 0 < make(name).fit(flat, labels).fit_report.voxels_used <= int((labels != 255).sum())
 
 
+@pytest.mark.usefixtures("_few_epochs")
 @pytest.mark.parametrize("name", VALIDATED)
 def test_one_case_says_what_it_was_validated_on(name):
     z, y, mask = tensors(1, (80, 140))
@@ -76,6 +91,7 @@ def test_voxels_of_one_case_are_held_out():
     assert held_out_samples(FitData(one_voxel, None, "auto", 0), 9).voxels == 1
 
 
+@pytest.mark.usefixtures("_few_epochs")
 @pytest.mark.parametrize("name", VALIDATED)
 def test_another_case_is_held_out_where_one_is_all_ignored(name):
     z, y, _ = tensors(4)
@@ -102,6 +118,7 @@ def test_parts_have_voxels_and_groups_stay_together():
     assert len(parts.validation) == 1
 
 
+@pytest.mark.usefixtures("_few_epochs")
 @pytest.mark.parametrize("name", [*CALIBRATORS, "adam"])
 def test_logits_in_float64_are_fitted(name):
     z, y, mask = tensors(2, dtype=torch.float64)

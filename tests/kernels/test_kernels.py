@@ -156,10 +156,29 @@ def test_an_impossible_label_costs_infinitely_much(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_of_a_label_far_below_the_best(backend):
+    for low, high, loss in ((-3e38, 3e38, 6e38), (-2000.0, 0.0, 2000.0)):
+        logits, labels = torch.tensor([[high, low]]), torch.tensor([1])
+        assert run(logits, labels, backend).losses[0, 0, 0] == pytest.approx(loss, rel=1e-6)
+        # Maps take what is more than 1000 below the best for impossible, and so must their evaluation.
+        mapped = run(logits, labels, backend, score_map=AffineMap.temperature(2.0))
+        assert mapped.losses[0, 0, 0] == torch.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_go_to_the_first_class(backend):
     result = run(torch.tensor([[1.0, 2.0, 2.0], [3.0, 3.0, 3.0]]), torch.tensor([1, 0]), backend)
     assert result.confusion[0].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
     assert result.top_confidence.sum() == pytest.approx(1 / (2 + np.exp(-1)) + 1 / 3, rel=1e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("classes", [2, 3, 6, 7, 49, 150, 1000])
+def test_tied_classes_are_on_the_edge_of_a_bin_and_thus_in_it(backend, classes):
+    grid = BinGrid.top_label((classes,))
+    voxels = Voxels(torch.full((1, classes), 3.7), torch.tensor([0]), grid, None)
+    (found,) = tally(voxels, backend)[0].top_count[0, 1].nonzero()[0]
+    assert grid.coarse(classes)[found] == 0  # 1 / C is in (0, 1 / C]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

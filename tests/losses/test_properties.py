@@ -177,9 +177,25 @@ def test_constants_added_to_a_voxel_change_nothing_or_the_class_says_so(name):
     assert bool(same) == losses.LOSSES[name].translation_invariant
 
 
+@pytest.mark.parametrize("name", [name for name in IDS if losses.LOSSES[name].translation_invariant])
+def test_large_offsets_cost_no_digits(name):
+    logits, labels = batch()
+    logits = (logits * 1024).round() / 1024  # exact also 4096 higher
+    for ours, theirs in zip(
+        gradient(make(name), logits + 4096, labels), gradient(make(name), logits, labels), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
+
+
+def test_the_gradient_of_focal_loss_is_finite_where_the_loss_is_not():
+    z = torch.tensor([[0.0, -torch.inf], [3e38, -3e38]], requires_grad=True)
+    losses.focal(z, torch.tensor([1, 1])).backward()
+    assert z.grad.tolist() == [[0.5, -0.5], [0.5, -0.5]]
+
+
 @pytest.mark.parametrize("name", IDS)
 def test_the_gradient_is_the_derivative(name):
-    logits, labels = batch((5, 5), dtype=torch.float64)
+    logits, labels = batch((3, 4), dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda z: make(name)(z, labels), logits.requires_grad_())
 
 

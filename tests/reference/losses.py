@@ -34,9 +34,10 @@ def valid(batch):
 
 
 def log_softmax(z):
-    top = max(z)
-    total = math.log(math.fsum(math.exp(x - top) for x in z)) + top
-    return [x - total for x in z]
+    top, winner = max(z), z.index(max(z))
+    # The winner's own term is 1. Without it nothing is rounded away, however large the logits are.
+    total = math.log1p(math.fsum(math.exp(x - top) for k, x in enumerate(z) if k != winner))
+    return [(x - top) - total for x in z]
 
 
 def softmax(z):
@@ -59,7 +60,7 @@ def soft_cross_entropy(batch, target, weights=None):
     def one(image, v, z, y):
         t, lp = target(image, v, y, len(z)), log_softmax(z)
         w = weights or [1.0] * len(z)
-        return -math.fsum(w[k] * t[k] * lp[k] for k in range(len(z))), w[y]
+        return -math.fsum(w[k] * t[k] * lp[k] for k in range(len(z)) if t[k]), w[y]
 
     return weighted(one(*voxel) for voxel in valid(batch))
 
@@ -87,7 +88,7 @@ def focal(batch, gamma=3.0, weights=None):
 
 
 def entropy(z):
-    return -math.fsum(p * lp for p, lp in zip(softmax(z), log_softmax(z), strict=True))
+    return -math.fsum(p * lp for p, lp in zip(softmax(z), log_softmax(z), strict=True) if p)
 
 
 def ecp(batch, weight=0.1):
@@ -235,6 +236,6 @@ def bwcr(batch, weight=1.0):
         edges = [v for v in both if edge(v)]
         for v in both:
             d = min((math.dist(v, e) for e in edges), default=math.inf)
-            square = mean((a - b) ** 2 for a, b in zip(first[v][0], second[v][0], strict=True))
+            square = mean((a - b) ** 2 if a != b else 0.0 for a, b in zip(first[v][0], second[v][0], strict=True))
             found.append((max(10 - d, 0) / 10 + 0.01) * square)
     return ce(batch) + weight * mean(found)

@@ -91,7 +91,34 @@ def channels(folder):
     return study
 
 
-STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, fallen_back, crowded, channels)}
+# What could become markup, an address or a script in some place or other.
+PAYLOADS = (
+    "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "\"><svg onload=alert(3)>",
+    "javascript:alert(4)",
+    "' onmouseover='alert(5)", "<iframe srcdoc='<script>alert(6)</script>'>", "${alert(7)}", "{{constructor}}",
+    "\u202ereversed",
+)  # fmt: skip
+
+
+def hostile(folder):
+    """Every text that comes from a user's data is hostile: cases, classes, methods, metrics, the title, all words."""
+    study = write(folder, cases=10, methods=4, metrics=2, slices=1)
+    text = json.dumps(study)
+    for k, name in enumerate(study["splits"][0]["test"][1:]):
+        text = text.replace(json.dumps(name), json.dumps(f"{PAYLOADS[k % len(PAYLOADS)]} {k}"))
+    study = json.loads(text)
+    for k, row in enumerate((*study["methods"], *study["metrics"])):
+        row["name"] = f"{PAYLOADS[k % len(PAYLOADS)]} {k}"
+    about = study["about"]
+    about["title"] = about["command"] = about["data"]["name"] = "".join(PAYLOADS)
+    about["data"]["class_names"] = list(PAYLOADS[: about["data"]["num_classes"]])
+    study["warnings"] = study["recommendation"]["sentences"] = list(PAYLOADS)
+    study["methods"][-1]["reason"] = "".join(PAYLOADS)
+    (folder / "results.json").write_text(json.dumps(study))
+    return study
+
+
+STUDIES = {make.__name__: make for make in (volumes, images, bare, harmful, fallen_back, crowded, channels, hostile)}
 
 
 def means(study, metric, region="everything"):

@@ -408,3 +408,46 @@ def test_a_method_that_is_the_same_map_as_another_says_so(browser, reports):
         assert "not tested" in row.inner_text()
         assert "is ts here" not in page.locator("tr[data-method=ts]").first.inner_text()
         assert "groups: p" in page.locator("#statistics").inner_text()
+
+
+def test_hostile_names_are_shown_as_text(browser, reports):
+    """``opened`` sees to it that no script of theirs runs, no dialog opens and nothing is loaded."""
+    address, study = reports("hostile")
+    with opened(browser, address) as page:
+        for details in page.locator("details").all():
+            details.evaluate("each => { each.open = true; }")
+        scroll_to_end(page)
+        for option in page.locator("#browser select option").all():
+            page.locator("#browser select").select_option(option.get_attribute("value"))
+        shown = page.locator("main").inner_text()
+        assert all(method["name"] in shown for method in study["methods"][:4])
+        assert page.title() == study["about"]["title"]
+        assert page.locator("iframe, main img[src='x'], [onerror], [onload], a[href^='javascript']").count() == 0
+
+
+def test_the_policy_stops_what_gets_into_the_page(browser, reports):
+    """If markup of a study ever became part of the page, the browser would still refuse to run or load it."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(reports("images")[0])
+    page.locator("footer").wait_for()
+    stopped = page.evaluate(
+        """async () => {
+             const seen = [];
+             addEventListener("securitypolicyviolation", (event) => seen.push(event.effectiveDirective));
+             const add = (tag, own) => document.body.append(Object.assign(document.createElement(tag), own));
+             add("script", { textContent: "window.hacked = 1" });
+             add("style", { textContent: "body { display: none }" });
+             add("img", { src: "http://example.invalid/x.png" });
+             add("iframe", { src: "http://example.invalid/" });
+             document.body.insertAdjacentHTML("beforeend", "<b onclick='window.hacked = 1'>x</b>");
+             document.body.lastChild.click();
+             await fetch("http://example.invalid/").catch(() => null);
+             await new Promise((resolve) => setTimeout(resolve, 300));
+             return [window.hacked ?? 0, getComputedStyle(document.body).display, seen];
+           }"""
+    )
+    context.close()
+    assert stopped[:2] == [0, "block"]
+    wanted = {"script-src-elem", "script-src-attr", "style-src-elem", "img-src", "frame-src", "connect-src"}
+    assert set(stopped[2]) == wanted

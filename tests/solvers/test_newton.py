@@ -367,14 +367,3 @@ def test_a_refused_block_may_shorten_its_step_while_others_wait():
     assert solution.value[0] == 0
     assert abs(solution.value[1]) < 3
     assert solution.evaluations > 2
-
-
-@pytest.mark.parametrize("threads", [2, 5])
-def test_threads_share_blocks_and_change_no_bit(threads):
-    parts = [softmax_regression(*softmax_data(classes=8, seed=seed)) for seed in range(3)]
-    indices = list(np.arange(3 * 72).reshape(3, 72))
-    problem = blockwise(parts, indices)
-    alone = minimise(Newton(problem), np.zeros(216), -0.5, blocks=indices)
-    shared = minimise(Newton(problem), np.zeros(216), -0.5, blocks=indices, threads=threads)
-    np.testing.assert_array_equal(alone.value, shared.value)
-    assert alone.history == shared.history

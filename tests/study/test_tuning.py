@@ -115,7 +115,7 @@ def test_folds_are_no_more_than_the_groups():
 
 def test_optuna_searches_what_has_no_path():
     pytest.importorskip("optuna")
-    calibrator = CALIBRATORS["vs"](solver="adam")
+    calibrator = CALIBRATORS["vs"](solver="adam", patience=2)
     tuned = tune(calibrator, PLAIN[:2], PLAIN[2:4], trials=3, seed=1)
     assert len(tuned.tuning) == 3
     best = min(tuned.tuning, key=lambda trial: trial.nll)

@@ -385,3 +385,24 @@ def test_a_checkpoint_holds_no_code(root):
     state = torch.load(report.output / "last.pt", weights_only=True)
     assert json.loads(state["config"])["width"] == 4
     assert isinstance(load_network(report.output / "best.safetensors"), UNet)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_resumed(tmp_path, monkeypatch):
+    """Found by killing runs at random points: best.safetensors was there, and last.pt was not."""
+    write_scans(tmp_path / "d")
+    whole = train(small(tmp_path / "d", "whole"))
+
+    def stop(path, state):
+        raise KeyboardInterrupt  # as good as a kill: nothing is written after it
+
+    with monkeypatch.context() as patch:
+        patch.setattr("segcal.training.loop.save_checkpoint", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(tmp_path / "d", "killed"))
+    assert (tmp_path / "killed" / "best.safetensors").exists()
+    with pytest.raises(SegcalError, match="holds a run already"):
+        train(small(tmp_path / "d", "killed"))
+    resumed = train(small(tmp_path / "d", "killed"), resume=True)
+    assert (resumed.nll, resumed.epochs) == (whole.nll, whole.epochs)
+    best = [(tmp_path / name / "best.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert best[0] == best[1]

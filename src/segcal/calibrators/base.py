@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -317,11 +318,22 @@ class Calibrator(CalibratorModule, ABC):
         if self.channel_names is not None:
             named = zip(self.channel_names, self.per_channel, strict=True)
             about["channels"] = [{"name": name, **own._about_fit()} for name, own in named]
-        return about
+        about = json.loads(json.dumps(plain(about), allow_nan=False))  # as it will be read
+        return {**about, "digest": content_digest(about, self.tensors())}
 
     def _about_fit(self) -> dict[str, Any]:
         """What a file says of a map, or of the map of a channel, besides its tensors."""
         return {"arguments": self.arguments(), "fit_report": self.fit_report and asdict(self.fit_report)}
+
+
+def content_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of what a file says and of its tensors: safetensors has none, and a flipped bit is another map."""
+    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
+        digest.update(f"|{name}|{values.dtype}|{tuple(values.shape)}|".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 #: Every calibrator by its id, filled by ``segcal.calibrators``; defined here so that calibrators can look up others.

@@ -21,6 +21,7 @@ from segcal.calibrators.base import (
     VERSION,
     VERSION_WITH_CHANNELS,
     Calibrator,
+    content_digest,
 )
 from segcal.calibrators.module import check_num_classes
 from segcal.errors import DataError, SegcalError, check_name
@@ -98,7 +99,7 @@ def _built(stored: _Stored) -> Calibrator:
 def _read(path: str | Path) -> _Stored:
     """The content of a file, each part of the right type."""
     with safe_open(path, framework="pt") as file:
-        about, prefix = json.loads((file.metadata() or {})["segcal"], object_hook=_with_infinities), ""
+        about, prefix = json.loads((file.metadata() or {})["segcal"]), ""
         if about["format"] == NETWORK_FORMAT:
             if about["version"] != NETWORK_VERSION:
                 raise ValueError(f"format {about['format']} version {about['version']}")
@@ -110,6 +111,10 @@ def _read(path: str | Path) -> _Stored:
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"'{name}' is {tensor.dtype}, and not float32 or float64")
+    # Files of earlier versions have no checksum.
+    if "digest" in about and about.pop("digest") != content_digest(about, tensors):
+        raise ValueError("its checksum does not match its content: it was damaged or edited")
+    about = json.loads(json.dumps(about), object_hook=_with_infinities)
     num_classes, names = check_num_classes(about["num_classes"]), about["class_names"]
     if names is not None:
         names = _texts("class_names", names)

@@ -15,7 +15,7 @@ from segcal.errors import InputError
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import FirstPass, SampleNLL
 from segcal.fitting.limits import BETA, COUNT, HIGHEST, LOWEST, Limits
-from segcal.fitting.measured import HasDetection, compared, detection_counts, mean_loss, missing_kind
+from segcal.fitting.measured import HasDetection, beside, compared, detection_counts, mean_loss, missing_kind
 from segcal.scores import log_probabilities
 from segcal.solvers import Solution, newton_1d
 
@@ -105,7 +105,7 @@ class MetaCal(HasTemperature, HasDetection, Calibrator):
             solution, after = reject_above(nowhere)
         else:
             correct = uncertain[~wrong], sample.weights[~wrong.numpy()]
-            solution, after = reject_above(_exceeded(*correct, self.miscoverage))
+            solution, after = reject_above(beside(_exceeded(*correct, self.miscoverage), uncertain))
         if not after <= first.nll:
             worse = f"rejecting gives an NLL of {compared(after, first.nll)} that of the identity ({self.detection})"
             notes.append(f"{worse}: nothing is rejected")

@@ -14,7 +14,7 @@ from segcal.errors import check_name
 from segcal.fitting.data import FitData, Fitted
 from segcal.fitting.first_pass import SampleNLL, held_out_samples
 from segcal.fitting.limits import COUNT, LOWEST, Limits
-from segcal.fitting.measured import HasDetection, detection_counts, mean_loss, missing_kind
+from segcal.fitting.measured import HasDetection, beside, detection_counts, mean_loss, missing_kind
 from segcal.fitting.sampling import VoxelSample
 from segcal.scores import keep_argmax
 from segcal.solvers import Solution, Training, adam, newton_1d
@@ -193,7 +193,7 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         everything, thresholds = SampleNLL.of(held_out, device), [0.0]
         if self.rule == "nll":
             shares = torch.linspace(0, 1, _THRESHOLDS + 1, dtype=suspicion.dtype, device=device)
-            thresholds = suspicion.quantile(shares).tolist()
+            thresholds = [beside(own, suspicion) for own in suspicion.quantile(shares).tolist()]
         tried = []
         for threshold in thresholds:
             function = everything.where(suspicion > threshold)
@@ -216,7 +216,8 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
             notes.append(f"T1 = {self.temperature:.4g} is worse than the identity on the fit data: T1 = {1 / beta:.4g}")
             self.beta.fill_(beta)
             after = mean_loss(data.cases, self).nll
-        return after
+        identity = self.base is None and float(self.beta) == 1.0
+        return before if identity else after  # which rounding alone sets apart
 
 
 def paper_temperature(recall: float) -> float:

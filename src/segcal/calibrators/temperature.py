@@ -153,7 +153,10 @@ _Drawn = dict[str, tuple[Tensor, Tensor]]  # logits (n, C) and labels (n,) of ev
 
 
 def _first_pass(cases: CaseSet, seed: int) -> tuple[TemperatureSums, Voxels]:
-    """The sums at T = 1, which also checks the data, and a random sample; of tensors on a GPU, the first chunk."""
+    """The sums at T = 1, which also checks the data, and a random sample; of tensors on a GPU, the first chunk.
+
+    Cases that have fewer voxels than would be drawn are taken whole.
+    """
     share = 0.0 if cases.on_gpu else SAMPLE_VOXELS / len(cases)
     total, drawn = in_shares(_look, cases, share, seed, merge=added)
     if math.isnan(total.nll):
@@ -175,9 +178,13 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
         if not share:
             return begin_sums(Voxels.of(chunk), 1.0)
         voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
-        part = math.ceil(share * voxels / math.prod((case.shape[0], *case.shape[2:])))
-        own = random.setdefault(case.id, np.random.default_rng(case_seed(seed, case.id)))
-        drawn = torch.from_numpy(own.integers(voxels, size=part)).to(chunk.logits.device)
+        in_case = math.prod((case.shape[0], *case.shape[2:]))
+        if in_case <= share:
+            drawn = torch.arange(voxels, device=chunk.logits.device)
+        else:
+            own = random.setdefault(case.id, np.random.default_rng(case_seed(seed, case.id)))
+            part = math.ceil(share * voxels / in_case)
+            drawn = torch.from_numpy(own.integers(voxels, size=part)).to(chunk.logits.device)
         drawn = drawn[chunk.valid.flatten()[drawn]]
         logits.setdefault(case.id, []).append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
         labels.setdefault(case.id, []).append(chunk.labels.flatten()[drawn].cpu().long())

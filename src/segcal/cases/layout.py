@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from segcal.scores import KINDS
 
 # Folders beside the scores, in the plain convention.
 _EXTRAS = ("labels", "images", "masks", "posteriors")
+# Characters of a name that an error shows.
+_LONGEST = 200
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 
 
@@ -80,6 +83,20 @@ def find_plain(root: Path, config: DatasetConfig) -> Found:
         members = []
     cases = collect_members([list_cases(item, problems, notes) for item in members] or [loose], members, problems)
     return attach(Found(config, cases, tuple(item.name for item in members), problems, notes=notes), root)
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Turn the system's errors about places that cannot be looked at, such as endless names, into clear ones."""
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename)
+        raise DataError(
+            f"cannot be read ({error.strerror or error})",
+            where=name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...",
+            expected="a folder or file that this user may read",
+        ) from None
 
 
 def list_folder(folder: Path, problems: Problems) -> list[Path]:

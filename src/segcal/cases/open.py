@@ -13,7 +13,7 @@ from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet, numbered_cha
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config, parse_config
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import LOCAL_FIRST
-from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, unreadable_name
+from segcal.cases.layout import CaseFiles, Found, find_plain, is_text, looking, unreadable_name
 from segcal.cases.nnunet import find_nnunet
 from segcal.cases.oriented import missing_notes
 from segcal.cases.splits import by_group, check_splits
@@ -58,6 +58,7 @@ def open_cases(path: Folders, *, need_labels: bool = True, **declared: Any) -> C
     return case_set(found)
 
 
+@looking()
 def find_cases(path: Folders, **declared: Any) -> Found:
     """List the files of a dataset without opening them, collecting problems instead of raising them."""
     if not isinstance(path, str | os.PathLike) and not path:

@@ -49,7 +49,7 @@ class Unfinished:
         if self.folder.is_dir():
             remove_leftovers(self.folder)
         for file in self.folder.glob(_NAME.format("*")):
-            file.unlink()
+            file.unlink(missing_ok=True)  # Another run may remove them, too.
         with suppress(OSError):  # missing, or with files of others
             self.folder.rmdir()
 

@@ -1,7 +1,7 @@
 """Output folders: apart from the input, and never overwriting what segcal did not write.
 
 A journal in the folder records what the folder holds and which files were begun or finished. So a killed run can be
-resumed, and files of segcal are told from other files.
+resumed, and files of segcal are told from other files. It is locked while a run writes to the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from segcal.errors import OutputError, UnreachableError
 from segcal.files.atomic import check_writable, make_folders, remove_leftovers, writing
+from segcal.files.lock import Lock
 from segcal.files.remote import append_text, appended_text
 
 JOURNAL = ".segcal-journal.jsonl"
@@ -24,6 +25,8 @@ JOURNAL = ".segcal-journal.jsonl"
 
 class OwnFolder:
     """A folder to write to. It is created with the first file, and removed if the run fails before finishing one.
+
+    From the first file to the end of the block, no other process can write to it.
 
     Args:
         folder: It must be new or empty, or with ``resume`` one that an earlier run began.
@@ -49,9 +52,12 @@ class OwnFolder:
         shared: bool = False,
     ) -> None:
         self.folder, self._holds, self._journal, self._cut = folder, holds, folder / JOURNAL, False
+        self._lock = Lock(self._journal, folder)
         check_apart(folder, inputs, may_hold=shared)
         check_writable(folder, folder=True)
         with writing(folder):
+            self._lock.check()
+            self._text = appended_text(self._journal)
             header, *self.records = self._read() or [{}]
             self._own = header.get("holds") == holds
             if folder.is_dir() and any(folder.iterdir()) and not self._own and (header or not shared):
@@ -70,13 +76,18 @@ class OwnFolder:
         self._made: list[Path] | None = None
 
     def _read(self) -> list[dict[str, Any]]:
-        text = appended_text(self._journal)
+        text = self._text
         self._cut = bool(text) and not text.endswith("\n")
         records = []
         for line in text.splitlines():
             with suppress(ValueError):  # The line was cut off when the program was killed.
                 records.append(json.loads(line))
         return [record for record in records if isinstance(record, dict)]
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run began this folder."""
+        return self._own
 
     def check_own(self, relative: str) -> None:
         """Raise if a subfolder holds something that no earlier run wrote."""
@@ -112,9 +123,17 @@ class OwnFolder:
     def begin(self) -> None:
         """Create the folder if it is missing, and record in its journal what it holds."""
         if self._made is not None:
+            self._lock.hold()
             return
         with writing(self.folder):
-            self._made = make_folders(self.folder)
+            made = make_folders(self.folder)
+            self._lock.hold()
+            if appended_text(self._journal) != self._text:  # since this run looked at it
+                self._lock.release()
+                raise OutputError(
+                    "another process has written here", where=str(self.folder), fix="choose another folder"
+                )
+            self._made = made
         if not self._own:
             self._append(json.dumps({"holds": self._holds}) + "\n")
         elif self._cut:  # The program was killed while writing the last line.
@@ -128,6 +147,11 @@ class OwnFolder:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._clean(error)
+        self._lock.release()
+
+    def _clean(self, error: BaseException | None) -> None:
+        """Remove what a run that failed made, if it finished nothing."""
         if error is None or self._own or self._made is None or isinstance(error, UnreachableError):
             return
         with suppress(OSError):

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.fitting.expert_sums import Sums, full_curvature, places
+from segcal.fitting.expert_sums import Sums, curvature_places
 from segcal.kernels.experts import Features, describe
 from segcal.types import FloatArray
 
@@ -57,11 +56,9 @@ def device_sums(
     """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``."""
     at = torch.from_numpy(theta).to(rows.x.device)
     nll, gradient, products = tensor_sums(rows, at, features, curvature=curvature, experts=experts)
-    sums = products.cpu().numpy()
     if curvature and features != "own-logit":
-        nested = features == "gaps"
-        sums = np.stack([full_curvature(own, *theta.shape[1:], nested=nested) for own in sums])
-    return Sums(nll.cpu().numpy(), gradient.cpu().numpy(), sums)
+        products = tensor_curvature(products, *theta.shape[1:], nested=features == "gaps")
+    return Sums(nll.cpu().numpy(), gradient.cpu().numpy(), products.cpu().numpy())
 
 
 def tensor_sums(
@@ -83,12 +80,14 @@ def tensor_sums(
     return nll, gradient, products
 
 
-def tensor_curvature(products: Tensor, outputs: int, inputs: int) -> Tensor:
-    """``expert_sums.full_curvature`` of all experts ``(E, P, P)``, except for gaps."""
-    across, within = (torch.from_numpy(places(size)).to(products.device) for size in (outputs, inputs))
-    blocks, ranks = -products[:, across], torch.arange(outputs, device=products.device)
-    blocks[:, ranks, ranks] += products[:, _pairs(outputs) :]
-    return blocks[..., within].transpose(2, 3).reshape(len(products), outputs * inputs, -1)
+def tensor_curvature(products: Tensor, outputs: int, inputs: int, *, nested: bool = False) -> Tensor:
+    """``expert_sums.full_curvature`` of all experts ``(E, P, P)``."""
+    found = curvature_places(outputs, inputs, nested=nested)
+    minus, plus, where = (torch.from_numpy(own).to(products.device) for own in found)
+    flat = products.flatten(1)
+    full = -flat[:, minus.flatten()]
+    full[:, where] += flat[:, plus]
+    return full.view(len(products), *minus.shape)
 
 
 def _add(

@@ -61,7 +61,7 @@ class ExpertProblem:
 
     def solve(self, policy: Policy[Any], x: FloatArray, **options: Any) -> Solution[FloatArray]:
         """The minimum that a policy finds from ``x``; the options are those of ``minimise``."""
-        return minimise(policy, x, *self.bounds, blocks=self.blocks, threads=self.threads, **options)
+        return minimise(policy, x, *self.bounds, blocks=self.blocks, **options)
 
     def penalty(self, theta: FloatArray) -> float:
         """The penalties of all experts."""
@@ -145,7 +145,8 @@ class ExpertProblem:
 
     def _hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
         """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""
-        hessian = curvature / self.first.total + self.penalties[expert].matrix
+        hessian = curvature / self.first.total
+        hessian += self.penalties[expert].matrix
         return hessian if self.basis is None else self.basis.T @ hessian @ self.basis
 
     def combine(self, sums: Sums, theta: FloatArray) -> tuple[FloatArray, FloatArray]:

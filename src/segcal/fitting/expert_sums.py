@@ -7,7 +7,8 @@ expert are a matrix ``(K, J + 1)``, weights then bias; those of all experts are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segcal.kernels.dispatch import fast_sums
 from segcal.kernels.experts import ExpertMap, Features, describe
 from segcal.kernels.pieces_cpu import in_threads
 from segcal.types import FloatArray
 
-Pieces = Sequence[tuple[int, slice]]
-_Part = tuple[FloatArray, FloatArray, FloatArray]
+_Part = tuple[float, FloatArray, FloatArray]
 
 # Rows summed at a time: for 19 classes their products, 419 x 512 float64, take 2 MB.
 _ROWS = 512
+# Threads share parts of at least so many rows, and each expert has at most so many and one more.
+_PART_ROWS, _PARTS = 2**12, 64
 # Voxels whose features are computed at a time, so that copies of their logits in float64 stay small.
 _DESCRIBED = 2**14
 
@@ -89,58 +92,96 @@ def expert_sums(
     threads: int = 1,
 ) -> Sums:
     """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, shared by ``threads``."""
-    size = _ROWS if len(theta) > 1 else max(1, min(_ROWS, -(-len(rows.x) // threads)))
     chosen = range(len(theta)) if experts is None else experts
-    pieces = [
+    size = max(_PART_ROWS, -(-len(rows.x) // _PARTS))
+    parts = [
         (e, slice(start, min(start + size, rows.first[e + 1])))
         for e in chosen
         for start in range(rows.first[e], rows.first[e + 1], size)
     ]
-    sums = _vector_sums if features == "own-logit" else partial(_matrix_sums, features=features)
-    parts = in_threads(lambda turn: sums(rows, theta, pieces[turn::threads], curvature), threads)
-    nll, gradient, products = (np.sum(numbers, 0) for numbers in zip(*parts, strict=True))
-    if curvature and features != "own-logit":
+    outputs, inputs = theta.shape[1:]
+    vector = features == "own-logit"
+    loops = None if vector else fast_sums(rows.x.size)
+    sums = _vector_sums if vector else _matrix_sums if loops is None else partial(_compiled_sums, loops)
+
+    def work(turn: int) -> list[_Part]:
+        return [sums(rows, theta[e], part, features, curvature) for e, part in parts[turn::threads]]
+
+    by_thread = in_threads(work, threads)
+    nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
+    shape = (2 * outputs, 2 * outputs) if vector else (_pairs(outputs) + outputs, _pairs(inputs))
+    products = np.zeros((len(theta), *shape) if curvature else 0)
+    for number, (e, _) in enumerate(parts):  # always in this order: the sums do not depend on the number of threads
+        loss, slope, own = by_thread[number % threads][number // threads]
+        nll[e] += loss
+        gradient[e] += slope
+        if curvature:
+            products[e] += own
+    if curvature and not vector:
         full = np.zeros((len(theta), *[theta[0].size] * 2))
         for e in chosen:
-            full[e] = full_curvature(products[e], *theta.shape[1:], nested=features == "gaps")
+            full[e] = full_curvature(products[e], outputs, inputs, nested=features == "gaps")
         products = full
     return Sums(nll, gradient, products)
 
 
-def _matrix_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool, *, features: Features) -> _Part:
-    """NLL, gradient and, on request, products of probabilities times products of features."""
-    experts, outputs, inputs = theta.shape
-    nll, gradient = np.zeros(experts), np.zeros(theta.shape)
-    products = np.zeros((experts, _pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
-    for e, piece in pieces:
-        x, weight, winner = rows.x[piece], rows.weight[piece], rows.winner[piece]
-        losses, p, slope = _softmax(x @ theta[e].T, rows, piece, features)
-        nll[e] += weight @ losses
-        gradient[e] += (_pull_back(slope, winner, features) * weight[:, None]).T @ x
+def _compiled_sums(
+    loops: ModuleType, rows: Rows, theta: FloatArray, part: slice, features: Features, curvature: bool
+) -> _Part:
+    """``_matrix_sums`` by compiled loops, and a matrix product for some rows at a time."""
+    outputs, inputs = theta.shape
+    nll, gradient, across, within = 0.0, np.zeros(theta.shape), np.zeros((0, 0)), np.zeros((0, 0))
+    products = np.zeros((_pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
+    if curvature:
+        across, within = (np.empty((_ROWS, size)) for size in products.shape)
+    kind, all_possible = loops.FEATURES.index(features), np.zeros((0, 0), np.bool_)
+    for start in range(part.start, part.stop, _ROWS):
+        here = slice(start, min(start + _ROWS, part.stop))
+        given = rows.x[here], rows.target[here], rows.weight[here], rows.winner[here]
+        impossible = all_possible if rows.impossible is None else rows.impossible[here]
+        count = here.stop - here.start
+        nll += loops.add_rows(*given, impossible, theta, kind, gradient, across[:count], within[:count])
         if curvature:
-            q = _pull_back(p, winner, features).T
-            weighted = np.concatenate((_products(q * np.sqrt(weight)), np.abs(q) * weight))
-            products[e] += weighted @ _products(np.ascontiguousarray(x.T)).T
+            products += across[:count].T @ within[:count]
     return nll, gradient, products
 
 
-def _vector_sums(rows: Rows, theta: FloatArray, pieces: Pieces, curvature: bool) -> _Part:
-    """NLL, gradient and, on request, curvature ``(1, 2 C, 2 C)`` of vector scaling ``theta (1, C, 2)``.
+def _matrix_sums(rows: Rows, theta: FloatArray, part: slice, features: Features, curvature: bool) -> _Part:
+    """NLL, gradient and, on request, products of probabilities times products of features, of one expert's rows."""
+    outputs, inputs = theta.shape
+    nll, gradient = 0.0, np.zeros(theta.shape)
+    products = np.zeros((_pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
+    for start in range(part.start, part.stop, _ROWS):
+        here = slice(start, min(start + _ROWS, part.stop))
+        x, weight, winner = rows.x[here], rows.weight[here], rows.winner[here]
+        losses, p, slope = _softmax(x @ theta.T, rows, here, features)
+        nll += float(weight @ losses)
+        gradient += (_pull_back(slope, winner, features) * weight[:, None]).T @ x
+        if curvature:
+            q = _pull_back(p, winner, features).T
+            weighted = np.concatenate((_products(q * np.sqrt(weight)), np.abs(q) * weight))
+            products += weighted @ _products(np.ascontiguousarray(x.T)).T
+    return nll, gradient, products
+
+
+def _vector_sums(rows: Rows, theta: FloatArray, part: slice, features: Features, curvature: bool) -> _Part:
+    """NLL, gradient and, on request, curvature ``(2 C, 2 C)`` of vector scaling ``theta (C, 2)``.
 
     With ``u = (p_k z_k, p_k)`` of all classes it is ``sum w (D - u u')``; D has the blocks ``p_k (z_k, 1) (z_k, 1)'``.
     """
-    (scale, bias), classes = theta[0].T, theta.shape[1]
-    nll, gradient = np.zeros(1), np.zeros(theta.shape)
-    products = np.zeros((1, 2 * classes, 2 * classes) if curvature else 0)
+    (scale, bias), classes = theta.T, len(theta)
+    nll, gradient = 0.0, np.zeros(theta.shape)
+    products = np.zeros((2 * classes, 2 * classes) if curvature else 0)
     blocks = np.zeros((classes, 2, 2))
-    for _, piece in pieces:
-        z, weight = rows.x[piece, :-1], rows.weight[piece]
-        losses, p, slope = _softmax(z * scale + bias, rows, piece, "own-logit")
-        nll += weight @ losses
-        gradient[0] += np.stack((weight @ (slope * z), weight @ slope), 1)
+    for start in range(part.start, part.stop, _ROWS):
+        here = slice(start, min(start + _ROWS, part.stop))
+        z, weight = rows.x[here, :-1], rows.weight[here]
+        losses, p, slope = _softmax(z * scale + bias, rows, here, features)
+        nll += float(weight @ losses)
+        gradient += np.stack((weight @ (slope * z), weight @ slope), 1)
         if curvature:
             u = np.stack((p * z, p), 2).reshape(len(z), -1) * np.sqrt(weight)[:, None]
-            products[0] -= u.T @ u
+            products -= u.T @ u
             first = weight @ (p * z)
             blocks += np.stack((weight @ (p * z * z), first, first, weight @ p), 1).reshape(classes, 2, 2)
     if curvature:
@@ -198,18 +239,33 @@ def full_curvature(products: FloatArray, outputs: int, inputs: int, *, nested: b
     Both factors are symmetric, so a quarter of all products is enough. The sums are float64: the two terms nearly
     cancel along some directions, and the rounding of float32 there misleads the solver.
     """
-    pairs = _pairs(outputs)
-    blocks = -products[:pairs][places(outputs)]
-    ranks = np.arange(outputs)
-    if nested:  # M'diag(p)M at (k, l) is the probability of all ranks beyond max(k, l)
-        blocks += products[pairs + np.maximum.outer(ranks, ranks)]
-    else:
-        blocks[ranks, ranks] += products[pairs:]
-    full: FloatArray = blocks[:, :, places(inputs)].transpose(0, 2, 1, 3).reshape(outputs * inputs, -1)
+    subtracted, added, where = curvature_places(outputs, inputs, nested=nested)
+    full: FloatArray = -products.reshape(-1).take(subtracted)
+    full.reshape(-1)[where] += products.reshape(-1).take(added)
     return full
 
 
-def _softmax(mapped: FloatArray, rows: Rows, piece: slice, features: Features) -> _Part:
+@lru_cache(maxsize=4)
+def curvature_places(outputs: int, inputs: int, *, nested: bool) -> tuple[NDArray[np.int64], ...]:
+    """Where ``full_curvature`` finds its terms among the products: those that it subtracts ``(P, P)``, those that it
+    adds ``(n,)``, and where in the flat result it adds them ``(n,)``.
+    """
+    ranks, within = np.arange(outputs), places(inputs)
+
+    def spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of rows ``(K, K)`` of products, with every product of features, ``(P, P)``."""
+        return (rows[:, None, :, None] * _pairs(inputs) + within[:, None, :]).reshape(outputs * inputs, -1)
+
+    # M'diag(p)M is diagonal, but nested at (k, l) the probability of all ranks beyond max(k, l).
+    added = spread(_pairs(outputs) + np.maximum.outer(ranks, ranks)).ravel()
+    there = np.ones((outputs, outputs)) if nested else np.eye(outputs)
+    where = np.flatnonzero(np.kron(there, np.ones((inputs, inputs))))
+    return spread(places(outputs)), added[where], where
+
+
+def _softmax(
+    mapped: FloatArray, rows: Rows, piece: slice, features: Features
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Losses ``(n,)``, probabilities and gradients ``(n, C)``, in rank order for gaps, of what the experts return."""
     place = np.arange(len(mapped))
     if features == "gaps":

@@ -18,6 +18,9 @@ from segcal.fitting.first_pass import check_possible
 from segcal.statistics import VoxelStatistics
 from segcal.types import Case, Chunk
 
+# Values of a network in float32 are this close to those in float64.
+_ROUNDING = 1e-5
+
 
 class Loss(NamedTuple):
     """The mean NLL, and how many voxels it is the mean of."""
@@ -98,6 +101,19 @@ class HasDetection:
     def detection(self) -> Detection:
         """How well it finds mispredictions, on the validation cases if there were any."""
         return Detection.of(self.counts)
+
+
+def beside(threshold: float, values: Tensor) -> float:
+    """A threshold just above this one that none of the values ``(n,)`` is near: there, rounding would decide.
+
+    Halfway to the lowest value that differs by more than rounding, or 0.5 above the threshold if there is none.
+
+    Examples:
+        >>> beside(2.0, torch.tensor([1.0, 2.0, 5.0])), beside(2.0, torch.tensor([1.0, 2.0]))
+        (3.5, 2.5)
+    """
+    larger = values[values > threshold + _ROUNDING * max(1.0, abs(threshold))]
+    return (threshold + float(larger.min())) / 2 if len(larger) else threshold + 0.5
 
 
 def missing_kind(wrong: Tensor) -> str | None:

@@ -28,6 +28,7 @@ from segcal.kernels.cpu_loops import Rules, new_tally_block, tally_range
 from segcal.kernels.pieces_cpu import sweep
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import ONE_BIN, Voxels
+from segcal.scores import DEPTH
 
 
 def _complete(out: Tally) -> None:
@@ -61,9 +62,10 @@ def tally(voxels: Voxels, threads: int) -> Tally:
 def _rules(voxels: Voxels) -> Rules:
     score_map, classes = voxels.score_map, voxels.logits.shape[1]
     top, by_class = voxels.top_grid, voxels.class_grid or ONE_BIN
-    weight, bias, beta = torch.zeros(0, 0), torch.zeros(0), 1.0
+    weight, bias, beta, depth = torch.zeros(0, 0), torch.zeros(0), 1.0, np.inf
     if score_map is not None and score_map.is_scale:
-        beta = float(score_map.weight)  # multiplies z - max(z), which rounds less than beta z would
+        # Multiplies z - max(z), which rounds less than beta z would. Impossible classes stay so.
+        beta, depth = float(score_map.weight), DEPTH
     elif score_map is not None:
         score_map.check_classes(classes)
         weight = score_map.weight.detach().float().cpu()
@@ -72,6 +74,7 @@ def _rules(voxels: Voxels) -> Rules:
     return Rules(
         compare=voxels.compares,
         beta=np.float32(beta),
+        depth=float(depth),
         weight=weight.contiguous().numpy(),
         bias=bias.contiguous().numpy(),
         shift=voxels.energy_shift,

@@ -26,7 +26,8 @@ class Rules(NamedTuple):
     """What to do with every voxel."""
 
     compare: Any  # whether to count flips
-    beta: Any  # scores are beta z,
+    beta: Any  # scores are beta z, and -inf for what is further than depth below the best,
+    depth: Any
     weight: Any  # or weight z + bias, unless these are empty; a weight (C, 1) is a diagonal
     bias: Any
     shift: Any  # subtracted from energies
@@ -53,7 +54,7 @@ class Block(NamedTuple):
     others: Any = FLOAT  # sum over the other classes of e,
     squares: Any = FLOAT  # of e^2,
     slope: Any = FLOAT  # and of e (score - best)
-    label_gap: Any = FLOAT  # score of the label - best
+    label_gap: Any = DOUBLE  # score of the label - best; of the largest logits this is too large for float32
     confidence: Any = DOUBLE
     nll: Any = DOUBLE
     brier: Any = DOUBLE
@@ -117,11 +118,11 @@ def _voxel_terms(b, size, beta, shift):
         rest, squares = np.float64(b.others[v]), np.float64(b.squares[v])
         p = 1.0 / (1.0 + rest)
         log_sum = log1p(rest)
-        e = np.float64(exp(b.label_gap[v]))
+        e = np.float64(exp(np.float32(b.label_gap[v])))
         if_right = (rest * rest + squares) * p * p
         if_wrong = (1.0 - e * p) * (1.0 - e * p) + (1.0 + squares - e * e) * p * p
         b.confidence[v] = p
-        b.nll[v] = log_sum - np.float64(b.label_gap[v])
+        b.nll[v] = log_sum - b.label_gap[v]
         b.brier[v] = if_right if b.winner[v] == b.target[v] else if_wrong
         b.entropy[v] = log_sum - np.float64(b.slope[v]) * p
         b.energy[v] = np.float64(b.best[v]) * beta + log_sum - shift
@@ -331,7 +332,8 @@ def tally_range(x, start, stop, given, rules, b, out):
                 b.before[v] = given.uncalibrated[offset + v]
         for v in range(size):
             y = b.target[v] if 0 <= b.target[v] < num_classes else 0
-            b.label_gap[v] = (scores[_Index(y), first + v] - b.best[v]) * beta
+            gap = np.float64(scores[_Index(y), first + v]) - np.float64(b.best[v])
+            b.label_gap[v] = gap * beta if gap >= -rules.depth else -np.inf
         _softmax_terms(scores, first, size, b.best, b.winner, beta, b.terms, b.others, b.squares, b.slope)
         bad = _first_bad(b, size, num_classes)
         if bad < size:

@@ -118,6 +118,8 @@ def tally_loop(
         gap32 = _below(where, y, by_class, inside, best, beta, depth, SCALED)
 
         rest, gap = others.to(tl.float64), gap32.to(tl.float64)
+        if SCALED == 0:  # of the largest logits the gap is too large for float32
+            gap = logit(where, y, by_class, inside).to(tl.float64) - best.to(tl.float64)
         p = 1.0 / (1.0 + rest)
         log_sum = log1p(rest, 1.0 + rest, p)
         right = winner == y

@@ -81,6 +81,11 @@ def trust_maps(values: Tensor, size: int | None = None) -> ModuleType | None:
     return None if cuda_kernels(values) is None else _compiled("cuda_trust")
 
 
+def fast_sums(size: int) -> ModuleType | None:
+    """``segcal.kernels.curvature_loops`` for so many float64 features of voxels, if they are worth it."""
+    return None if size < _LARGE else _compiled("curvature_loops")
+
+
 def fast_penalties(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.penalty_cpu`` if it suits these logits: many, float32, contiguous, on the CPU."""
     suits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
@@ -128,10 +133,13 @@ def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
 
 
 def _rough_energy(voxels: Voxels) -> float:
-    """Roughly the free energy of the first voxel: sums of squares about it lose no digits to a logit offset."""
-    if voxels.labels.numel() == 0:
+    """The free energy of the first voxel that counts, or about that: sums of squares about it keep their digits.
+
+    Voxels that do not count may hold anything.
+    """
+    first = voxels.first_valid()
+    if first is None:
         return 0.0
-    corner = (slice(0, 1), slice(None)) + (slice(0, 1),) * (voxels.logits.ndim - 2)
-    first = voxels.logits[corner].detach().to("cpu", torch.float64)
-    energy = float((first if voxels.score_map is None else voxels.score_map(first)).amax())
+    scores = voxels.logits[first].detach().to("cpu", torch.float64)[None]
+    energy = float((scores if voxels.score_map is None else voxels.score_map(scores)).logsumexp(1))
     return energy if math.isfinite(energy) else 0.0

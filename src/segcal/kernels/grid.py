@@ -82,7 +82,7 @@ class BinGrid:
     def coarse(self, num_bins: int) -> NDArray[np.int64]:
         """Which of ``num_bins`` equal-width bins each bin of the grid lies in ``(M,)``."""
         edges = np.array(_equal_width(num_bins))
-        if not np.isin(edges, self.upper).all():
+        if not np.array_equal(self.upper[np.searchsorted(self.upper, edges)], edges):
             raise InputError(
                 f"num_bins = {num_bins} cannot be derived from these statistics",
                 expected="a number of bins that they were collected with",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from segcal.kernels.grid import BinGrid
 from segcal.kernels.tally import Counts, Sums, Tally
-from segcal.kernels.voxels import Voxels
+from segcal.kernels.voxels import PIECE_VOXELS, Voxels
 
 # Numbers in one intermediate float64 matrix (C, v): 4 MB on the CPU, 128 MB on a GPU, which is waited for after each.
 # There are about six at a time.
@@ -45,7 +45,8 @@ def batches(voxels: Voxels) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | N
     """
     device = device_of(voxels)
     step = max(1, (_MATRIX_SIZE if device.type == "cpu" else _DEVICE_MATRIX_SIZE) // voxels.logits.shape[1])
-    for piece in voxels.pieces():
+    large = PIECE_VOXELS if device.type == "cpu" else max(step, PIECE_VOXELS)
+    for piece in voxels.pieces(large, large):
         (scores, columns), valid = voxels.scores(piece), voxels.valid(piece).to(device)
         for start in range(columns.start, columns.stop, step):
             stop = min(start + step, columns.stop)
@@ -74,7 +75,7 @@ def _add(voxels: Voxels, z: Tensor, y: Tensor, slot: Tensor, before: Tensor | No
     # The winner's own term is 1. Without it the sum keeps its relative precision however confident the voxel is.
     others = gap.exp().scatter_(0, winner[None], 0.0).sum(0)
     log_sum = torch.log1p(others)
-    p = (gap - log_sum).exp()
+    p = gap.exp() / (1 + others)  # not exp(gap - log_sum): tied classes have exactly 1/2, 1/3, ..., edges of bins
     confidence = p.gather(0, winner[None])[0]
     right = (winner == y).long()
     nll = log_sum - gap.gather(0, y[None])[0]

@@ -124,9 +124,10 @@ class Voxels:
         """Whether there is an uncalibrated prediction to compare with."""
         return self.uncalibrated is not None or self.score_map is not None
 
-    def pieces(self, size: int = PIECE_VOXELS) -> Iterator[Piece]:
+    def pieces(self, size: int = PIECE_VOXELS, joined: int = PIECE_VOXELS) -> Iterator[Piece]:
         """All voxels in order, about 2^15 at a time, or up to ``size`` of an image that is contiguous.
 
+        Images of at most half of ``joined`` voxels are joined, up to so many, which copies them when they are read.
         Nothing is read or copied yet.
         """
         batch, _, *spatial = self.logits.shape
@@ -134,8 +135,8 @@ class Voxels:
         everything = slice(None)
         if per_image * batch == 0:
             return
-        if per_image <= PIECE_VOXELS // 2:  # many small images, or (N, C): several to a piece
-            for images in _steps(batch, PIECE_VOXELS // per_image):
+        if per_image <= joined // 2:  # many small images, or (N, C): several to a piece
+            for images in _steps(batch, joined // per_image):
                 yield Piece(images, (), everything, images.start * per_image)
         elif self.logits.is_contiguous():
             for n in range(batch):
@@ -167,6 +168,21 @@ class Voxels:
         valid = torch.ones_like(labels, dtype=torch.bool) if self.ignore_index is None else labels != self.ignore_index
         return valid if self.mask is None else valid & self.flat(self.mask, piece)
 
+    def first_valid(self) -> tuple[int | slice, ...] | None:
+        """The index in ``logits`` of the first voxel that counts, all its classes; None if there is none."""
+        for piece in self.pieces():
+            valid = self.valid(piece).nonzero()
+            if len(valid):
+                return self._of_logits(self._index(piece.offset + int(valid[0, 0])))
+        return None
+
+    def _index(self, flat: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in np.unravel_index(flat, tuple(self.labels.shape)))
+
+    @staticmethod
+    def _of_logits(index: tuple[int, ...]) -> tuple[int | slice, ...]:
+        return (index[0], slice(None), *index[1:])
+
     def checked(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         """Scores ``(C, n)`` in float64 and labels ``(n,)`` of the piece's valid voxels, and which these are ``(v,)``.
 
@@ -183,7 +199,7 @@ class Voxels:
 
     def bad_voxel(self, flat: int) -> InputError:
         """The error for the voxel with this flat index: its label is impossible or its scores have no softmax."""
-        index = tuple(int(i) for i in np.unravel_index(flat, tuple(self.labels.shape)))
+        index = self._index(flat)
         place = index[1:] if len(index) > 1 and index[0] == 0 and self.labels.shape[0] == 1 else index
         label = int(self.labels[index])
         classes = self.logits.shape[1]
@@ -193,8 +209,7 @@ class Voxels:
                 expected=f"0..{classes - 1}" + ("" if self.ignore_index is None else f" or {self.ignore_index}"),
                 fix="set ignore_index, or mask the voxel",
             )
-        where: tuple[int | slice, ...] = (index[0], slice(None), *index[1:])
-        best = float(self.logits[where].double().amax())
+        best = float(self.logits[self._of_logits(index)].double().amax())
         return impossible_label() if math.isfinite(best) else without_softmax(best, f"at voxel {place}")
 
 

@@ -98,7 +98,7 @@ def mmce(
 def _mmce(batch: Batch, width: float) -> Tensor:
     z = batch.logits
     top = z.amax(1, keepdim=True)
-    confidence = (top - z.logsumexp(1, keepdim=True)).exp().flatten().double()
+    confidence = (-(z - top).logsumexp(1)).exp().flatten().double()  # offsets cancel before anything is rounded
     residual = confidence - correct_voxels(batch._replace(logits=z.detach()), top.detach()).flatten().double()
     count: Tensor | int = max(residual.numel(), 1)
     if batch.valid is not None:

@@ -17,6 +17,10 @@ from segcal.losses.voxelwise import Part, Terms, correct_voxels, minus_labels, s
 __all__ = ["ECP", "MEEP", "Focal", "LabelSmoothing", "MbLS", "ecp", "focal", "label_smoothing", "mbls", "meep"]
 
 
+# exp(-_DEEP) is 0.
+_DEEP = 1e3
+
+
 def focal(logits: Tensor, labels: Tensor, gamma: float = 3.0, **options: Unpack[VoxelOptions]) -> Tensor:
     """``focal``: ``-w_y (1 - p_y)^gamma log p_y`` (Lin et al. 2017; for calibration Mukhoti et al. 2020).
 
@@ -40,7 +44,8 @@ def _focal_terms(gamma: float, batch: Batch, class_weights: Tensor | None, out: 
     value = (factor * nll).squeeze(1)
     if not batch.needs_gradient:
         return Terms(value, None)
-    slope = factor * (1 + gamma * (-nll).exp() * (nll / miss))  # d value / d nll
+    # d value / d nll. Where p is 0, so is p nll, also where nll is infinite.
+    slope = factor * (1 + gamma * (-nll).exp() * (nll.clamp_max(_DEEP) / miss))
     return Terms(value, minus_labels(soft.probabilities, index).mul_(slope))
 
 

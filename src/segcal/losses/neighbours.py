@@ -184,15 +184,15 @@ def _consistency(batch: Batch, reduction: Reduction) -> Tensor:
         )
     first, second = batch.logits.chunk(2)
     gap = torch.where(first == second, 0.0, first - second)  # -inf in both views is agreement
-    pairs = gap.square().mean(1) * boundary_weights(labels, valid).to(first.dtype) * valid
+    pairs = gap.square().mean(1) * boundary_weights(labels, valid, first.dtype) * valid
     if reduction == "none":
         return torch.cat((pairs, pairs)) / 2
     total = pairs.sum(dtype=torch.float64)
     return (total / valid.sum().clamp_min(1) if reduction == "mean" else total).to(pairs.dtype)
 
 
-def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
-    """``max(10 - d, 0) / 10 + 0.01`` per voxel, float32.
+def boundary_weights(labels: Tensor, valid: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``max(10 - d, 0) / 10 + 0.01`` per voxel.
 
     d is the Euclidean distance to the nearest boundary voxel of ``segcal.regions.label_boundary``. Squared distances
     are separable and only matter up to the reach, so minima over a few shifts along each axis are exact.
@@ -202,7 +202,7 @@ def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
         tensor([[0.8100, 0.9100, 1.0100, 1.0100, 0.9100]])
     """
     if not labels.numel():
-        return torch.zeros(labels.shape, device=labels.device)
+        return torch.zeros(labels.shape, dtype=dtype, device=labels.device)
     square = torch.where(label_boundary(labels, valid), 0.0, float(REACH**2))
     for axis in range(1, labels.ndim):
         source, square = square, square.clone()
@@ -211,7 +211,7 @@ def boundary_weights(labels: Tensor, valid: Tensor) -> Tensor:
             for to, start in ((0, shift), (shift, 0)):
                 target = square.narrow(axis, to, length)
                 target.copy_(torch.minimum(target, source.narrow(axis, start, length) + shift**2))
-    return (1 - square.sqrt() / REACH).clamp_min(0) + FLOOR
+    return (1 - square.to(dtype).sqrt() / REACH).clamp_min(0) + FLOOR
 
 
 class SVLS(Loss, id="svls", function=svls, neighbourhood=True):

@@ -102,8 +102,9 @@ def save(figure: FigureBase, path: str | Path, *, dpi: float = 150) -> Path:
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise InputError(f"path is {str(path)!r}", expected=f"a name that ends in {', '.join(FORMATS)}")
-    with atomic_path(path) as temporary:
-        # Without dates and versions, so that equal plots are equal files.
+    matplotlib = import_extra("matplotlib", "plots", "drawing plots")
+    # Without dates, versions and random names of elements, so that equal plots are equal files.
+    with atomic_path(path) as temporary, matplotlib.rc_context({"svg.hashsalt": "segcal"}):
         root(figure).savefig(temporary, format=suffix[1:], dpi=dpi, metadata=FORMATS[suffix])
     return path
 

@@ -58,8 +58,9 @@ def label_boundary(labels: Tensor, valid: Tensor) -> Tensor:
         pairs = labels.shape[axis] - 1
         change = labels.narrow(axis, 0, pairs) != labels.narrow(axis, 1, pairs)
         change &= valid.narrow(axis, 0, pairs) & valid.narrow(axis, 1, pairs)
-        boundary.narrow(axis, 0, pairs).logical_or_(change)
-        boundary.narrow(axis, 1, pairs).logical_or_(change)
+        # Joined, not written in place: the C++ that torch.compile makes of bools written in place is refused by g++.
+        none = torch.zeros_like(boundary.narrow(axis, 0, 1))
+        boundary = boundary | torch.cat([change, none], axis) | torch.cat([none, change], axis)
     return boundary
 
 

@@ -23,8 +23,7 @@ policy              a step needs                        taken when
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -42,8 +41,6 @@ Hessian = FloatArray | Sequence[FloatArray]
 
 # A block rests once its expected gain is below this share of its part of ``gain``.
 _RESTING = 0.1
-# Variables from which on a block's step takes longer than handing it to a thread.
-_LARGE = 64
 
 
 class Point(NamedTuple):
@@ -126,7 +123,7 @@ class Policy(ABC, Generic[AnyBlock]):
 
     block: type[AnyBlock]
 
-    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index], threads: int) -> Start:
+    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
         """Where to begin, given the user's start."""
         return Start(x)
 
@@ -135,8 +132,8 @@ class Policy(ABC, Generic[AnyBlock]):
         """Values of the blocks, gradient and, where the policy gets them at every point, Hessians."""
 
     @abstractmethod
-    def aim(self, x: FloatArray, blocks: Sequence[AnyBlock], threads: int) -> None:
-        """Set ``trial``, ``predicted`` and ``left`` of the blocks that moved; threads may share them."""
+    def aim(self, x: FloatArray, blocks: Sequence[AnyBlock]) -> None:
+        """Set ``trial``, ``predicted`` and ``left`` of the blocks that moved."""
 
     @abstractmethod
     def judge(self, block: AnyBlock, there: Point) -> bool:
@@ -154,7 +151,6 @@ def minimise(
     tolerance: float = 1e-8,
     max_steps: int = 100,
     max_evaluations: int = 1000,
-    threads: int = 1,
 ) -> Solution[FloatArray]:
     """The minimum of a smooth convex function over ``lower <= x <= upper``.
 
@@ -169,14 +165,13 @@ def minimise(
         tolerance: Converged also when the certificate of ``segcal.solvers.Solution`` is at most this in every block.
         max_steps: The most steps that a block may take.
         max_evaluations: The most evaluations of f.
-        threads: How many blocks aim at the same time; each does what it would do alone, so results are the same.
     """
     x = np.array(start, np.float64)
     if x.ndim != 1 or not np.isfinite(x).all():
         raise InputError(f"start has shape {x.shape} and values such as {x.ravel()[:3]}", expected="a finite vector")
     box = Box(lower, upper, x.size)
     indices = _checked_blocks(blocks, x.size)
-    begin = policy.start(box.project(x), box, indices, threads)
+    begin = policy.start(box.project(x), box, indices)
     x = begin.x
     points = _evaluate(policy, x, indices)
     if not all(point.finite for point in points):
@@ -187,8 +182,11 @@ def minimise(
     ]
     history, evaluations = [sum(part.here.value for part in parts)], 1
     while True:
+        for part in parts:
+            if part.steps >= max_steps:  # a step that will not be made need not be aimed
+                part.moved, part.left = False, 0.0 if part.stationary else part.left
         if any(part.moved for part in parts):
-            policy.aim(x, parts, threads)
+            policy.aim(x, parts)
         for part in parts:
             part.moved = False
         moving = [part for part in parts if part.unfinished and part.steps < max_steps]
@@ -250,17 +248,6 @@ def _evaluate(policy: Policy[Any], x: FloatArray, indices: Sequence[Index]) -> l
         slope = np.array(gradient[index], np.float64)
         found.append(Point(here, float(value), slope, None if own is None else np.array(own, np.float64)))
     return found
-
-
-def side_by_side(work: Callable[[AnyBlock], None], blocks: Sequence[AnyBlock], threads: int) -> None:
-    """Let threads share the blocks: most of their work is LAPACK's, which does not hold the interpreter."""
-    threads = min(threads, len(blocks))
-    if threads < 2 or max(len(block.index) for block in blocks) < _LARGE:
-        for block in blocks:
-            work(block)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, blocks))
 
 
 def blockwise(hessian: Hessian) -> list[FloatArray]:

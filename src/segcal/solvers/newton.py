@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from segcal.solvers.driver import Block, Hessian, Point, Policy, side_by_side
+from segcal.solvers.driver import Block, Hessian, Point, Policy
 from segcal.solvers.quadratic import minimise_quadratic
 from segcal.solvers.solution import falls_on
 from segcal.types import FloatArray
@@ -116,9 +116,11 @@ class Newton(Policy[_Line]):
         """The problem."""
         return self.problem(x)
 
-    def aim(self, x: FloatArray, blocks: Sequence[_Line], threads: int) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[_Line]) -> None:
         """At the minimum of the model, each block that moved."""
-        side_by_side(_Line.aim, [block for block in blocks if block.moved], threads)
+        for block in blocks:
+            if block.moved:
+                block.aim()
 
     def judge(self, block: _Line, there: Point) -> bool:
         """Take the trial point where f falls enough, or shorten the step."""

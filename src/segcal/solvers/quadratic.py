@@ -48,26 +48,29 @@ def minimise_quadratic(
     unit = 1 / np.sqrt(np.maximum(hessian.diagonal(), _FLOOR * largest)) if largest > 0 else np.ones_like(point)
     ridge = _RIDGE if largest > 0 else 0.0
     # From here on in those units, and relative to x.
-    hessian, gradient = hessian * unit * unit[:, None], gradient * unit
     lower, upper = (box.lower - point) / unit, (box.upper - point) / unit
-    fixed, target, slope, model = lower == upper, np.zeros_like(point), gradient, 0.0
+    fixed, target, slope, model = lower == upper, np.zeros_like(point), gradient * unit, 0.0
     held, reached = _outward(target, slope, lower, upper) | fixed, np.inf
     for _ in range(_MAX_STEPS):
         free = (~held).nonzero()[0]
         if len(free):
-            newton = np.zeros_like(point)
-            newton[free], ridge = _newton_step(hessian[free[:, None], free], slope[free], ridge, noise)
-            wanted = target + newton
-            trial = np.minimum(np.maximum(wanted, lower), upper)
+            # Only free components move, and most are held: the other rows of H are not needed.
+            rows, low, high = hessian[free] * unit * unit[free, None], lower[free], upper[free]
+            here, own_slope = target[free], slope[free]
+            newton, ridge = _newton_step(rows[:, free], own_slope, ridge, noise)
+            wanted = here + newton
+            trial = np.minimum(np.maximum(wanted, low), high)
             met = trial != wanted
             clipped = bool(met.any())
-            trial_model, change = _model(hessian, gradient, trial)
-            if clipped and trial_model > model + _DECREASE * float(slope @ (trial - target)):
-                trial, met = _up_to_the_first_bound(target, newton, lower, upper)
-                trial_model, change = _model(hessian, gradient, trial)
-            target, slope, model = trial, gradient + change, trial_model
+            change = (trial - here) @ rows
+            fall = _change_of_model(own_slope, trial - here, change[free])
+            if clipped and fall > _DECREASE * float(own_slope @ (trial - here)):
+                trial, met = _up_to_the_first_bound(here, newton, low, high)
+                change = (trial - here) @ rows
+                fall = _change_of_model(own_slope, trial - here, change[free])
+            target[free], slope, model = trial, slope + change, model + fall
             if clipped:
-                held |= met
+                held[free] = met
                 continue
         released = held & ~(_outward(target, slope, lower, upper) | fixed)
         if not released.any() or reached - model <= _ROUNDING * abs(model):
@@ -80,7 +83,8 @@ def minimise_quadratic(
 def model_minimum(hessian: FloatArray, gradient: FloatArray, point: FloatArray, box: Box) -> tuple[FloatArray, float]:
     """The minimum of ``minimise_quadratic``, and how much lower the model is there."""
     target = minimise_quadratic(hessian, gradient, point, box)
-    return target, -_model(hessian, gradient, target - point)[0]
+    step = target - point
+    return target, -_change_of_model(gradient, step, hessian @ step)
 
 
 def _outward(x: FloatArray, slope: FloatArray, lower: FloatArray, upper: FloatArray) -> NDArray[np.bool_]:
@@ -88,9 +92,9 @@ def _outward(x: FloatArray, slope: FloatArray, lower: FloatArray, upper: FloatAr
     return np.asarray((x <= lower) & (slope >= 0) | (x >= upper) & (slope <= 0))
 
 
-def _model(hessian: FloatArray, gradient: FloatArray, step: FloatArray) -> tuple[float, FloatArray]:
-    change = hessian @ step
-    return float((gradient + 0.5 * change) @ step), change
+def _change_of_model(slope: FloatArray, step: FloatArray, change: FloatArray) -> float:
+    """How much a step changes the model, ``change`` being that of its slope."""
+    return float((slope + 0.5 * change) @ step)
 
 
 def _up_to_the_first_bound(

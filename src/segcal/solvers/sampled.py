@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from segcal.solvers.damped import DampedBlock, Whole
-from segcal.solvers.driver import Hessian, Index, Point, Policy, Start, blockwise, minimise, side_by_side
+from segcal.solvers.driver import Hessian, Index, Point, Policy, Start, blockwise, minimise
 from segcal.solvers.newton import Newton, Problem
 from segcal.solvers.quadratic import model_minimum
 from segcal.solvers.solution import Box
@@ -91,27 +91,26 @@ class SampledNewton(Policy[_SampledBlock]):
         self.sample: Problem = lambda x: at(x.tobytes())
         self.whole = whole
 
-    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index], threads: int) -> Start:
+    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
         """Near the sample's minimum."""
-        options: dict[str, Any] = {"blocks": blocks, "max_steps": _FIRST_STEPS, "threads": threads}
-        found = minimise(Newton(self.sample), x, box.lower, box.upper, **options)
+        found = minimise(Newton(self.sample), x, box.lower, box.upper, blocks=blocks, max_steps=_FIRST_STEPS)
         return Start(found.value, found.iterations, found.flat)
 
     def evaluate(self, x: FloatArray) -> tuple[Any, FloatArray, None]:
         """Values and gradient of all data."""
         return (*self.whole(x), None)
 
-    def aim(self, x: FloatArray, blocks: Sequence[_SampledBlock], threads: int) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[_SampledBlock]) -> None:
         """At the minimum of the tilted sample, or of the damped model for a block that needed damping before."""
         _, sample_gradient, hessian = self.sample(x)
         tilt = -sample_gradient
         for block, own in zip(blocks, blockwise(hessian), strict=True):
             block.hessian = own
             tilt[block.index] += block.here.gradient
-        side_by_side(_SampledBlock.ask_model, blocks, threads)
+            block.ask_model()
         target, decreases = x.copy(), [block.expected for block in blocks]
         if any(block.expected > block.enough for block in blocks):
-            target, decreases = self._tilted_minimum(x, tilt, blocks, threads)
+            target, decreases = self._tilted_minimum(x, tilt, blocks)
         for block, decrease in zip(blocks, decreases, strict=True):
             if not block.moved:
                 continue
@@ -121,7 +120,7 @@ class SampledNewton(Policy[_SampledBlock]):
             block.set_left()
 
     def _tilted_minimum(
-        self, x: FloatArray, tilt: FloatArray, blocks: Sequence[_SampledBlock], threads: int
+        self, x: FloatArray, tilt: FloatArray, blocks: Sequence[_SampledBlock]
     ) -> tuple[FloatArray, list[float]]:
         """The minimum of the tilted sample, and the decrease that it predicts for every block."""
         indices = [block.index for block in blocks]
@@ -134,7 +133,7 @@ class SampledNewton(Policy[_SampledBlock]):
         lower, upper = np.empty_like(x), np.empty_like(x)
         for block in blocks:
             lower[block.index], upper[block.index] = block.box.lower, block.box.upper
-        options: dict[str, Any] = {"tolerance": blocks[0].tolerance, "max_steps": _STEPS, "threads": threads}
+        options: dict[str, Any] = {"tolerance": blocks[0].tolerance, "max_steps": _STEPS}
         found = minimise(Newton(tilted), x, lower, upper, blocks=indices, **options)
         before, after = (np.asarray(tilted(y)[0], np.float64).reshape(-1) for y in (x, found.value))
         return found.value, (before - after).tolist()

@@ -14,7 +14,7 @@ from torch import Tensor
 from segcal.cases.config import CONFIG_NAME, DatasetConfig, load_config
 from segcal.cases.disk import check_labels
 from segcal.cases.formats import open_array
-from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases
+from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases, looking
 from segcal.cases.oriented import Oriented, check_values, orient
 from segcal.cases.splits import by_group, check_splits, draw_parts, part_sizes
 from segcal.errors import ConfigError, DataError, naming
@@ -209,6 +209,7 @@ def open_dataset(config: TrainingConfig) -> Dataset:
     return replace(first, scans=scans, declared=replace(first.declared, splits=splits))
 
 
+@looking()
 def _open_folder(root: Path, config: TrainingConfig) -> Dataset:
     if not root.is_dir():
         raise DataError("is not a folder", where=str(root), expected="a dataset folder with images/ and labels/")

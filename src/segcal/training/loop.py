@@ -8,6 +8,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ _CHECKPOINT = {"format": "segcal.training", "version": 1}
 _FREE = ("data", "output", "epochs", "save_every", "device", "compile", "workers", "logits")
 # The parts of a trainer with a state of their own.
 _STATEFUL = ("network", "optimiser", "scaler", "loss")
+# What the journal of the output folder says that it holds.
+_RUN = "a training run"
 LOGITS = {"validation": "logits-val", "test": "logits-test"}
 
 
@@ -88,7 +91,10 @@ class Trainer:
                 expected="a new folder",
                 fix="choose another output, or --resume",
             )
-        state = load_checkpoint(self.output / LAST) if resume else None
+        self._own = OwnFolder(self.output, _RUN, resume=resume, shared=True)
+        # A run that was stopped before its first checkpoint has a journal only, and begins anew.
+        begun = self._own.begun and not (self.output / LAST).exists()
+        state = load_checkpoint(self.output / LAST) if resume and not begun else None
         self.dataset = open_dataset(config)
         for folder in LOGITS.values():  # Fail now, not after hours of training.
             OwnFolder(self.output / folder, DATASET, inputs=self.dataset.folders, resume=resume)
@@ -110,15 +116,17 @@ class Trainer:
         options = {name: getattr(config, name) for name in ("network", "width", "depth", "layers", "norm", "dims")}
         self.network = new_network(self.dataset.channels, self.dataset.classes, **options).to(self.processes.device)
         self.loss.to(self.processes.device)
-        self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate)
         processes = self.processes
-        old = processes.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        on_gpu = processes.device.type == "cuda"
+        # One kernel for all weights, where several for each would take longer to launch than to run.
+        self.optimiser = torch.optim.Adam(self.network.parameters(), config.learning_rate, fused=on_gpu)
+        old = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
         self.half = torch.float16 if old else torch.bfloat16
         # bfloat16 has the range of float32 and needs no scaling.
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.amp and old)
         views = max(getattr(module, "views", 1) for module in self.loss.modules())
         scans, self.validation = self._scans_of("train"), self._scans_of("validation")
-        if processes.device.type == "cuda":
+        if on_gpu:
             held = hold([*scans, *self.validation], processes.device)
             scans, self.validation = list(held[: len(scans)]), list(held[len(scans) :])
         self.samples = Samples(scans, config, self.dataset.ignore_index, views)
@@ -146,6 +154,12 @@ class Trainer:
 
         If ``stop()`` is true after an epoch, that epoch is saved and the run ends there, to be resumed later.
         """
+        with self._own if self.processes.first else nullcontext() as own:
+            if own is not None:
+                own.begin()
+            return self._fit(progress, stop)
+
+    def _fit(self, progress: Progress, stop: Callable[[], bool]) -> TrainingReport:
         started = time.perf_counter()
         # The compiled network shares its weights with the plain one, which predicts.
         compiled: Any = torch.compile(self.network, dynamic=False) if self.config.compile else self.network

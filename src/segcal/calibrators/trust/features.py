@@ -242,17 +242,20 @@ def boundary_distance(winner: Tensor) -> Tensor:
     edge = label_boundary(winner, torch.ones_like(winner, dtype=torch.bool))
     along = torch.where(edge, 0, REACH)
     for step in (1, 2, 4, 8, 16):  # every distance below REACH = 32 is a sum of some of them
-        beside = _beside(nn.functional.pad(along, (step, step), value=REACH), -1, step, step)
-        along = torch.minimum(along, beside + step)
+        padded = nn.functional.pad(along, (step, step), value=REACH)
+        along = torch.minimum(along, _lesser(padded, -1, (0, 2 * step), winner.shape[-1]) + step)
     nearest = along = along.square()
     steps = REACH - 1 if recording() else min(REACH, winner.shape[-2]) - 1
     padded = nn.functional.pad(along, (0, 0, steps, steps), value=REACH**2)
     for step in range(1, steps + 1):
-        nearest = torch.minimum(nearest, _beside(padded, -2, steps, step) + step * step)
+        beside = _lesser(padded, -2, (steps - step, steps + step), winner.shape[-2])
+        nearest = torch.minimum(nearest, beside + step * step)
     return nearest.float().sqrt()
 
 
-def _beside(padded: Tensor, axis: int, border: int, step: int) -> Tensor:
-    """The lesser of what lies so many steps before and behind, within values that have a border of padding."""
-    length = padded.shape[axis] - 2 * border
-    return torch.minimum(padded.narrow(axis, border - step, length), padded.narrow(axis, border + step, length))
+def _lesser(values: Tensor, axis: int, starts: tuple[int, int], length: int) -> Tensor:
+    """The lesser of two stretches of one length.
+
+    The length is given: one computed from padded values would be a longer expression in every node of a recorded graph.
+    """
+    return torch.minimum(*(values.narrow(axis, start, length) for start in starts))

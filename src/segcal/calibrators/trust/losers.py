@@ -149,9 +149,7 @@ class _Problem(ABC):
     def fit(self, strength: float, start: FloatArray, tolerance: float) -> tuple[FloatArray, float, bool]:
         """The optimum, its certificate, and whether it converged."""
         policy = Newton(lambda x: self.objective(x, strength))
-        found = minimise(
-            policy, start, -_LARGEST, _LARGEST, blocks=self.blocks, tolerance=tolerance, threads=_threads()
-        )
+        found = minimise(policy, start, -_LARGEST, _LARGEST, blocks=self.blocks, tolerance=tolerance)
         return found.value, found.certificate, found.converged
 
 

@@ -81,20 +81,29 @@ def images_at_once(shape: Sequence[int], device: torch.device) -> int:
 def tiles(images: Images, beta: Tensor) -> Iterator[Tile]:
     """The tiles of images, in order. Sums over whole images take a read of their own if there is more than one tile."""
     shape, size = images.shape, math.prod(images.shape)
-    whole = slice(0, shape[2])
-    spans = [whole] if recording() else list(row_slices(shape, _tile_values(shape, images.device)))
-    halo = REACH + 1 if len(shape) == 4 and len(spans) > 1 else 0
-    once = images.read(spans[0]) if len(spans) == 1 else None
-    maps = None if once is None else voxel_maps(once, beta, size)
-    parts = [maps.totals] if maps else [voxel_maps(images.read(span), beta, size).totals for span in spans]
+    # A recorded graph has one tile; a slice that named its rows would tie the graph to this number of rows.
+    spans = [slice(None)] if recording() else list(row_slices(shape, _tile_values(shape, images.device)))
+    if len(spans) == 1:
+        logits = images.read(spans[0])
+        maps = voxel_maps(logits, beta, size)
+        found = _with_members(features(maps, maps.totals, size), images, spans[0])
+        yield Tile(spans[0], logits, maps.winner, found, maps.totals.summary())
+        return
+    halo = REACH + 1 if len(shape) == 4 else 0
+    parts = [voxel_maps(images.read(span), beta, size).totals for span in spans]
     totals = ImageTotals(*(sum(column[1:], column[0]) for column in zip(*parts, strict=True)))
     summary = totals.summary()
     for rows in spans:
         wide = slice(max(0, rows.start - halo), min(shape[2], rows.stop + halo))
         inner = slice(rows.start - wide.start, rows.stop - wide.start)
-        logits = images.read(wide) if once is None else once
-        seen = voxel_maps(logits, beta, size) if maps is None else maps
-        found = features(seen, totals, size)[:, :, inner]
-        if images.members is not None:
-            found = torch.cat((found, disagreement(images.members(rows)).to(found)), 1)
-        yield Tile(rows, logits[:, :, inner], seen.winner[:, inner], found, summary)
+        logits = images.read(wide)
+        maps = voxel_maps(logits, beta, size)
+        found = _with_members(features(maps, totals, size)[:, :, inner], images, rows)
+        yield Tile(rows, logits[:, :, inner], maps.winner[:, inner], found, summary)
+
+
+def _with_members(found: Tensor, images: Images, rows: slice) -> Tensor:
+    """Features of some rows, and the disagreement of the members there if there are any."""
+    if images.members is None:
+        return found
+    return torch.cat((found, disagreement(images.members(rows)).to(found)), 1)

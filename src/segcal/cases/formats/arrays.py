@@ -1,4 +1,4 @@
-"""NumPy files: npy is memory-mapped and read in parts; npz, the format of nnU-Net, is read as a whole."""
+"""NumPy files: npy is read in parts; npz, the format of nnU-Net, is read as a whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 import pickle
 import zipfile
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -15,6 +16,9 @@ from numpy.lib import format as npy_format
 from segcal.cases.formats import base
 from segcal.errors import DataError
 from segcal.files.atomic import reserve
+
+# Bytes from which on a run is read; many shorter ones would take longer than mapping the file.
+_SHORT_RUN = 4096
 
 
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -30,7 +34,7 @@ def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 class NpyFile(base.ArrayFile):
-    """A memory-mapped npy file."""
+    """An npy file, read in parts."""
 
     sliceable = True
 
@@ -38,15 +42,50 @@ class NpyFile(base.ArrayFile):
         with path.open("rb") as file:
             shape, fortran, dtype = _read_header(file)
             self._offset = file.tell()
-            self._order: Literal["F", "C"] = "F" if fortran else "C"
+            self._fortran = fortran
         super().__init__(path, shape, dtype)
         base.require_length(self._offset + math.prod(shape) * dtype.itemsize, path.stat().st_size, exactly=True)
 
     def _read(self, index: base.Index) -> base.Array:
-        # Mapped again for each part: the pages of a long-lived map would add up in resident memory. Mapped
-        # copy-on-write because torch warns about read-only arrays.
-        mapped: base.Array = np.memmap(self.path, self.dtype, "c", self._offset, self.shape, self._order)
-        return np.asarray(mapped)[index]
+        if self._fortran:  # the same values as those of the transposed array in the usual order
+            part: base.Array = self._read_rows(self.shape[::-1], index[::-1]).T
+            return part
+        return self._read_rows(self.shape, index)
+
+    def _read_rows(self, shape: tuple[int, ...], index: base.Index) -> base.Array:
+        """A part of an array of this shape, run by run: a run is what lies together in the file."""
+        ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        lengths = [len(each) for each in ranges]
+        # Axes from ``last`` on are read whole, the one before it in part.
+        last = len(shape)
+        while last > 1 and lengths[last - 1] == shape[last - 1]:
+            last -= 1
+        steps = [math.prod(shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(shape))]
+        run = lengths[last - 1] * steps[last - 1]
+        if run < _SHORT_RUN or any(each.step != 1 for each in ranges):
+            # Mapped again for each part: the pages of a long-lived map would add up in resident memory. Mapped
+            # copy-on-write because torch warns about read-only arrays.
+            mapped: base.Array = np.memmap(self.path, self.dtype, "c", self._offset, shape)
+            return np.asarray(mapped)[index]
+        # Not mapped: a read error or a file cut short would end the process instead of raising an error.
+        part = np.empty(lengths, self.dtype)
+        with self.path.open("rb", buffering=0) as file:
+            for place, row in zip(
+                np.ndindex(*lengths[: last - 1]), part.reshape(-1, run // self.dtype.itemsize), strict=True
+            ):
+                start = sum(each[k] * step for each, k, step in zip(ranges, place, steps, strict=False))
+                file.seek(self._offset + start + ranges[last - 1].start * steps[last - 1])
+                _read_exactly(file, row.data.cast("B"))
+        return part
+
+
+def _read_exactly(file: FileIO, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        read = file.readinto(into[done:])
+        if not read:
+            raise base.damaged(f"it ends {len(into) - done:,} bytes too early")
+        done += read
 
 
 class NpySink(base.ArraySink):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class H5File(base.ArrayFile):
             file.visititems(lambda name, node: names.append(name) if hasattr(node, "dtype") else None)
             self.key = base.pick_key(names, key, usual)
             data = file[self.key]
+            _check_sources(data, path, ())
             shape, dtype, self.chunk = data.shape, data.dtype, data.chunks
             contiguous_end = (data.id.get_offset() or 0) + (0 if data.chunks else data.id.get_storage_size())
         super().__init__(path, shape, dtype)
@@ -44,6 +46,24 @@ class H5File(base.ArrayFile):
     def _read(self, index: base.Index) -> base.Array:
         with HDF5.import_library().File(self.path, "r") as file:
             return np.asarray(file[self.key][index])
+
+
+def _check_sources(data: Any, path: Path, above: tuple[tuple[Path, str], ...]) -> None:
+    """Raise if a virtual dataset leads back to itself, at any distance: reading it would end the process."""
+    if not data.is_virtual:
+        return
+    above = (*above, (path.resolve(), data.name))
+    for source in data.virtual_sources():
+        there = path if source.file_name == "." else path.parent / source.file_name
+        if not there.is_file():
+            continue
+        with HDF5.import_library().File(there, "r") as file:
+            found = file.get(source.dset_name)
+            if found is None:
+                continue
+            if (there.resolve(), found.name) in above:
+                raise base.damaged("a virtual dataset refers to itself")
+            _check_sources(found, there, above)
 
 
 class H5Sink(base.ArraySink):
