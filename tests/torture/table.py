@@ -66,16 +66,18 @@ def measured(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     from torture.maps import fit_errors, map_errors, optimum_errors
 
     worst: dict[str, dict[str, dict[str, float]]] = {}
-    sources = {
-        "metrics": [metric_errors],
-        "losses": [loss_errors],
-        "maps": [map_errors],
-        "fits": [fit_errors, optimum_errors],
-    }
-    for part, functions in sources.items():
+    sources = (
+        ("metrics", metric_errors, rounds),
+        ("losses", loss_errors, rounds),
+        ("maps", map_errors, rounds),
+        ("fits", fit_errors, rounds),
+        # How far a fit goes beyond its tolerance is luck of the last step: only many seeds show the least of it.
+        ("fits", optimum_errors, 5 * rounds),
+    )
+    for part, function, seeds in sources:
         own = worst.setdefault(part, {})
-        for seed in range(rounds):
-            for found in (found for function in functions for found in function(seed)):
+        for seed in range(seeds):
+            for found in function(seed):
                 paths = own.setdefault(found.function, {})
                 paths[found.path] = max(paths.get(found.path, 0.0), found.error)
             print(part, seed, file=sys.stderr, flush=True)
