@@ -4,13 +4,17 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 INTEGRATIONS := .venv/.integrations
 
+# Bytecode is kept, whatever the shell says: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test torture faults test-integrations lint audit bench reproduce-smoke completions dist check-dist docs clean
 
 demo: $(SETUP)
 	$(BIN)/segcal demo
 
+# Without what other libraries and torch's compilers make of segcal: make test-integrations.
 test: $(SETUP)
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore tests/integrations
 
 # Hard numbers and laws in more rounds, with a seed of its own every day of the year: about two minutes on one core.
 # SEGCAL_SEED=17 make torture repeats that of day 17.

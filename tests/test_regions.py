@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import tracemalloc
 
@@ -281,19 +280,6 @@ def test_registry_ids_are_those_of_the_methods_page() -> None:
     assert {"everything", "foreground", "all", "boundary", "interior", "local"} < set(REGIONS)
     assert BANDS == ("band-0-3", "band-3-7", "band-7-15", "band-15-inf")
     assert [name for name in REGIONS if name.startswith("band-")] == list(BANDS)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend of torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_boundary_is_compiled_by_the_default_backend() -> None:
-    """`trust` and some losses have it in their graphs, and other backends compile what this one cannot."""
-
-    def weight(labels: torch.Tensor) -> torch.Tensor:
-        return torch.where(label_boundary(labels, torch.ones_like(labels, dtype=torch.bool)), 0, 32)
-
-    torch._dynamo.reset()
-    labels = blobs(24, 33)
-    assert torch.equal(torch.compile(weight, dynamic=True, fullgraph=True)(labels), weight(labels))
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 0.1, 3.3)])

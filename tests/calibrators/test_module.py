@@ -1,4 +1,4 @@
-"""Every calibrator is a torch module: cast, moved, traced, compiled, and loaded from a state dict with its network."""
+"""Every calibrator is a torch module: cast, moved, traced, and loaded from a state dict with its network."""
 
 import copy
 
@@ -12,8 +12,6 @@ from segcal.errors import InputError
 
 #: Few logits take torch's operations, many the compiled loops.
 SIZES = {"small": (1, 6, 12, 11), "large": (1, 6, 256, 180)}
-#: One of each family is compiled down to torch's core operators, which takes seconds; the others are traced alone.
-LOWERED = ("ts", "ets", "dc", "cms-op", "lts-ti", "selective", "isotonic", "histogram")
 
 
 def logits(shape):
@@ -67,31 +65,6 @@ def test_the_device_follows(fitted):
 def test_traced_for_any_size(fitted):
     traced = torch.jit.trace(fitted, (logits((2, 6, 7, 9)),), check_trace=False)
     assert_same(traced, fitted, [(3, 6, 40, 5), *SIZES.values()])
-
-
-def test_exported_for_any_size(fitted):
-    sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)
-    program = torch.export.export(fitted, (logits((2, 6, 7, 9)),), dynamic_shapes=(sizes,))
-    assert_same(program.module(), fitted, [(3, 6, 40, 5), *SIZES.values()])
-
-
-@torch._dynamo.config.patch(error_on_recompile=True)
-def test_compiled_once_for_any_size(fitted):
-    torch._dynamo.reset()
-    compiled = torch.compile(fitted, backend="aot_eager" if fitted.id in LOWERED else "eager", fullgraph=True)
-    z = logits((2, 6, 7, 9))
-    for axis in (0, 2, 3):
-        torch._dynamo.mark_dynamic(z, axis)  # a size that becomes a constant is an error
-    compiled(z)
-    assert_same(compiled, fitted, [(2, 6, 7, 9), (3, 6, 150, 100)])
-
-
-@pytest.mark.parametrize("name", ["lts-ti", "trust"])
-def test_volumes_of_any_size_are_exported(name, cases):
-    fitted = CALIBRATORS[name]().fit(cases)
-    sizes = dict.fromkeys((0, 2, 3, 4), torch.export.Dim.DYNAMIC)
-    program = torch.export.export(fitted, (logits((2, 6, 3, 7, 9)),), dynamic_shapes=(sizes,))
-    assert_same(program.module(), fitted, [(1, 6, 5, 12, 11), (2, 6, 9, 60, 50)])
 
 
 def test_a_state_dict_loads_into_a_network_with_a_fresh_calibrator(fitted):

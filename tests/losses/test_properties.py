@@ -255,17 +255,6 @@ def test_the_largest_half_precision_logits_stay_finite(name):
     assert slope.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
-@pytest.mark.parametrize("name", IDS)
-def test_compiles_to_one_graph(name):
-    logits, labels = batch()
-    loss = make(name)
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(gradient(compiled, logits, labels), gradient(loss, logits, labels), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("name", [name for name in IDS if not losses.LOSSES[name].neighbourhood])
 def test_voxels_without_space(name):
     logits, labels = batch((6,))
