@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
 INTEGRATIONS := .venv/.integrations
+TORTURE := tests/torture tests/properties tests/test_determinism.py
+SEGCAL_SEED ?= $(shell date +%-j)
 
 # Bytecode is kept, whatever the shell says: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -12,17 +14,16 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(SETUP)
 	$(BIN)/segcal demo
 
-# Without what other libraries and torch's compilers make of segcal: make test-integrations.
+# All but what the next two targets run.
 test: $(SETUP)
-	$(BIN)/pytest --ignore tests/integrations
+	$(BIN)/pytest --ignore tests/integrations $(addprefix --ignore ,$(TORTURE))
 
 # Hard numbers and laws in more rounds, with a seed of its own every day of the year: about two minutes on one core.
 # SEGCAL_SEED=17 make torture repeats that of day 17.
-SEGCAL_SEED ?= $(shell date +%-j)
 torture: $(SETUP)
-	SEGCAL_SEED=$(SEGCAL_SEED) SEGCAL_ROUNDS=2 $(BIN)/pytest -v tests/torture tests/properties tests/test_determinism.py
+	SEGCAL_SEED=$(SEGCAL_SEED) SEGCAL_ROUNDS=2 $(BIN)/pytest -v $(TORTURE)
 
-# What works with other libraries, with the real ones: here these tests must run, not skip.
+# What works with other libraries and with torch's compilers, with the real ones: these tests must run, not skip.
 test-integrations: $(INTEGRATIONS)
 	SEGCAL_REQUIRE_INTEGRATIONS=1 $(BIN)/pytest tests/integrations tests/cases/test_nnunet.py tests/cli/test_nnunet.py
 
