@@ -1,7 +1,9 @@
 """The crops of cases that the network of local temperature scaling is trained on, on the device of the cases.
 
 A case is divided into windows that do not overlap. A seeded sample of them, each with the halo that the network needs,
-is drawn once and kept: it fits in memory whatever the number and size of the cases. ``voxels="all"`` takes all windows
+is drawn once and kept: it fits in memory whatever the number and size of the cases. Most windows of a scan show nothing
+but easy background, so those are preferred in which much is left to learn, and each window drawn counts in inverse
+proportion to its chance, which leaves the mean loss what it is. ``voxels="all"`` takes all windows
 instead, and reads the cases again in every epoch, unless all crops fit in the memory of the GPU that they are on. If
 there is only one case, a fifth of its images (of a single image, a fifth of its windows) is held out, and all its crops
 are kept in memory.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +41,8 @@ _BATCH = 8
 _STEPS = 16
 # Crops per image, at most, if an image has one temperature.
 _PER_IMAGE = 32
+# The part of the sample that is drawn whatever windows show, so that none counts for many.
+_EVENLY = 0.5
 #: The label that F.cross_entropy ignores.
 IGNORED = -100
 
@@ -47,7 +51,8 @@ class Crops(NamedTuple):
     """Crops of one size, first axis n.
 
     ``scores`` are padded logits, ``image`` the padded image, ``labels`` those of the box itself (or ``IGNORED``),
-    ``inside`` whether a voxel is in the image and in no earlier crop, ``owner`` the number of the image.
+    ``inside`` whether a voxel is in the image and in no earlier crop, ``owner`` the number of the image, ``weight`` how
+    many windows the crop stands for.
     """
 
     scores: Tensor
@@ -55,6 +60,11 @@ class Crops(NamedTuple):
     labels: Tensor
     inside: Tensor
     owner: Tensor
+    weight: Tensor
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """The sum of values ``(n, *sides)`` over all windows that the crops stand for, in float64."""
+        return values.double().flatten(1).sum(1) @ self.weight
 
     def take(self, index: Tensor) -> Crops:
         """Some of them, by an index on their device."""
@@ -67,17 +77,19 @@ class Crops(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Crops that batches are made of, on their device, and on the CPU the image and the labelled voxels of each."""
+    """Crops that batches are made of, on their device; on the CPU the image, labelled voxels and weight of each."""
 
     crops: Crops
     owner: Tensor
     labelled: Tensor
+    weight: Tensor
 
     @classmethod
     def of(cls, crops: Crops) -> Part:
-        """Reads two numbers of every crop."""
+        """Reads three numbers of every crop."""
         labelled = (crops.labels != IGNORED).flatten(1).sum(1)
-        return cls(crops, *torch.stack((crops.owner, labelled)).cpu())
+        owner, labelled, weight = torch.stack((crops.owner, labelled, crops.weight)).cpu()
+        return cls(crops, owner.long(), labelled.long(), weight)
 
     @property
     def device(self) -> torch.device:
@@ -86,17 +98,26 @@ class Part(NamedTuple):
 
     def take(self, index: Tensor) -> Part:
         """Some of them, by an index on the CPU."""
-        return Part(self.crops.take(index.to(self.device)), self.owner[index], self.labelled[index])
+        return Part(self.crops.take(index.to(self.device)), self.owner[index], self.labelled[index], self.weight[index])
 
 
 class CropSource:
-    """The crops of some cases: a sample of the windows, kept in memory, or all of them, read again every time."""
+    """The crops of some cases: a sample of the windows, kept in memory, or all of them, read again every time.
+
+    ``voxels`` is how many voxels are labelled, and ``total`` how many they stand for.
+    """
 
     def __init__(
-        self, data: FitData, sides: tuple[int, ...], network: TemperatureTree, per_image: bool, share: float
+        self,
+        data: FitData,
+        beta: float,
+        sides: tuple[int, ...],
+        network: TemperatureTree,
+        per_image: bool,
+        share: float,
     ) -> None:
         self.cases, self.seed, self.sides, self.axes = data.cases, data.seed, sides, network.kernel_axes
-        self.per_image = per_image
+        self.per_image, self.beta = per_image, beta
         self.image_channels = network.image_channels
         padded = math.prod(side + 8 for side in sides) * (data.cases.num_classes + network.image_channels)
         crops = share * min(_VOXELS / math.prod(sides), _VALUES / padded)
@@ -118,9 +139,10 @@ class CropSource:
         return voxels * (4 * values + _LABEL_BYTES) < _SHARE * torch.cuda.mem_get_info(device)[0]
 
     def _count(self) -> None:
-        self.voxels, self.device = 0, torch.device("cpu")
+        self.voxels, self.total, self.device = 0, 0.0, torch.device("cpu")
         for part in self.parts():
             self.voxels, self.device = self.voxels + int(part.labelled.sum()), part.device
+            self.total += float(part.labelled.double() @ part.weight)
         check_voxels(self.voxels)
 
     def parts(self) -> Iterator[Part]:
@@ -201,20 +223,28 @@ class CropSource:
             del case, crops
 
     def _of_case(self, case: Case) -> list[Crops]:
-        generator = torch.Generator().manual_seed(case_seed(self.seed, case.id))
         if not case.source.sliceable:
             case.load()
-        boxes, labelled = _boxes(case.shape[2:], self.sides), _labelled(case, self.sides)
+        labelled = _window_sums(case, self.sides, valid_rows(case))
         # The mean over an image includes ignored voxels; otherwise windows without labels are useless.
-        if not self.per_image or not bool(labelled.any()):
-            boxes = list(itertools.compress(boxes, labelled.flatten().tolist()))
-        count = len(boxes) if self.per_case is None else min(len(boxes), max(1, self.per_case // case.shape[0]))
+        if self.per_image and bool(labelled.any()):
+            labelled = labelled.clamp(min=1.0)
+        count = math.inf if self.per_case is None else max(1, self.per_case // case.shape[0])
         count = min(count, _PER_IMAGE) if self.per_image else count
-        chosen = torch.randperm(len(boxes), generator=generator)[:count].sort().values.tolist()
+        if count < int((labelled > 0).sum()):
+            doubtful = _window_sums(case, self.sides, _doubts(case, self.beta))
+            chances = _chances(labelled.flatten(), doubtful.flatten(), int(count))
+        else:
+            chances = (labelled > 0).double().flatten()
+        generator = torch.Generator().manual_seed(case_seed(self.seed, case.id))
+        # Every whole number that the running sum passes: as many windows as asked for, spread over the case.
+        passed = (chances.cumsum(0) + torch.rand(1, generator=generator, dtype=torch.float64)).floor()
+        chosen = passed.diff(prepend=torch.zeros(1, dtype=torch.float64)).nonzero()[:, 0].tolist()
+        boxes = _boxes(case.shape[2:], self.sides)
         with torch_threads(1):
-            return [self._crop(case, boxes[index]) for index in chosen]
+            return [self._crop(case, boxes[index], 1 / float(chances[index])) for index in chosen]
 
-    def _crop(self, case: Case, box: tuple[tuple[int, int], ...]) -> Crops:
+    def _crop(self, case: Case, box: tuple[tuple[int, int], ...], weight: float) -> Crops:
         """One window of every item of a case; beyond the border the image is mirrored."""
         batch, _, *spatial = case.shape
         window = Window(box, tuple(spatial), self.axes)
@@ -234,7 +264,8 @@ class CropSource:
         if len(box) > self.axes:  # a slice of a volume
             labels, inside = labels.flatten(0, 1), inside.flatten(0, 1)
         scores = window.padded(logits).float().contiguous()  # A view would keep whole rows in memory.
-        return Crops(scores, image, labels, inside, torch.arange(batch, device=labels.device))
+        weights = torch.full((batch,), weight, dtype=torch.float64, device=labels.device)
+        return Crops(scores, image, labels, inside, torch.arange(batch, device=labels.device), weights)
 
 
 def _drawn(cases: CaseSet, source: CropSource) -> dict[str, Crops]:
@@ -250,18 +281,39 @@ def crop_sides(cases: CaseSet, axes: int) -> tuple[int, ...]:
     return tuple(map(min, _SIDES[axes], longest))
 
 
-def _labelled(case: Case, sides: tuple[int, ...]) -> Tensor:
-    """Which windows of ``_boxes`` have voxels that count, from labels that are read by rows."""
+def _doubts(case: Case, beta: float) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a case, and ``1 - p_y`` of the voxels that count, ``(N, rows, ...)``: how far a loss can still fall."""
+    for chunk in case.chunks():
+        index = torch.where(chunk.valid, chunk.labels.long(), 0).unsqueeze(1)
+        gaps = chunk.logits.float() - chunk.logits.float().amax(1, keepdim=True)
+        own = (gaps * beta).softmax(1).gather(1, index).squeeze(1)
+        yield chunk.rows, torch.where(chunk.valid, 1 - own, 0.0)
+
+
+def _chances(labelled: Tensor, doubts: Tensor, count: int) -> Tensor:
+    """The chance of every window to be drawn: half of it by its voxels, half by its doubts. Their sum is the count."""
+    shares = _EVENLY * labelled / labelled.sum() + (1 - _EVENLY) * doubts / doubts.sum().clamp(min=1e-300)
+    certain = torch.zeros_like(shares, dtype=torch.bool)
+    while True:  # what certain windows leave is shared by the others
+        rest = torch.where(certain, 0.0, shares)
+        chances = torch.where(certain, 1.0, (count - int(certain.sum())) * rest / rest.sum())
+        if not bool((chances > 1).any()):
+            return chances
+        certain |= chances > 1
+
+
+def _window_sums(case: Case, sides: tuple[int, ...], parts: Iterable[tuple[slice, Tensor]]) -> Tensor:
+    """The sums over every window of ``_boxes`` of values that come by rows, ``(N, rows, ...)``."""
     spatial = case.shape[2:]
     first, *others = _lengths(spatial, sides)
     beyond = [end for size, side in zip(spatial[1:], others, strict=True) for end in (-size % side, 0)][::-1]
-    counts = torch.zeros([-(-size // side) for size, side in zip(spatial, (first, *others), strict=True)])
-    for rows, valid in valid_rows(case):
-        found = F.pad(valid.any(0), beyond).cpu()
+    sums = torch.zeros([-(-size // side) for size, side in zip(spatial, (first, *others), strict=True)]).double()
+    for rows, values in parts:
+        found = F.pad(values.double().sum(0), beyond)
         for axis, side in enumerate(others, 1):
-            found = found.view(*found.shape[:axis], -1, side, *found.shape[axis + 1 :]).any(axis + 1)
-        counts.index_add_(0, torch.arange(rows.start, rows.stop) // first, found.float())
-    return counts > 0
+            found = found.view(*found.shape[:axis], -1, side, *found.shape[axis + 1 :]).sum(axis + 1)
+        sums.index_add_(0, torch.arange(rows.start, rows.stop) // first, found.cpu())
+    return sums
 
 
 def _lengths(spatial: Sequence[int], sides: tuple[int, ...]) -> tuple[int, ...]:

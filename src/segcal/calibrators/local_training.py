@@ -56,13 +56,14 @@ def fit_network(network: TemperatureTree, beta: float, data: FitData, recipe: Re
     falls with the number of inputs of a kernel, and training starts with an epoch at a tenth of it.
     """
     sides = crop_sides(data.cases, network.kernel_axes)
-    train = CropSource(data, sides, network, recipe.per_image, share=1.0)
+    train = CropSource(data, beta, sides, network, recipe.per_image, share=1.0)
     notes = []
     if data.validation is None:
         train, held_out, note = train.divided()
         notes.append(note)
     else:
-        held_out = CropSource(data._replace(cases=data.validation), sides, network, recipe.per_image, share=0.25)
+        own = data._replace(cases=data.validation)
+        held_out = CropSource(own, beta, sides, network, recipe.per_image, share=0.25)
     device = train.device
     network.to(device)
     with exact_convolutions(device):
@@ -93,11 +94,11 @@ def _trained(
         return _nll(crops, 1 / temperatures)
 
     def loss(crops: Crops) -> Tensor:
-        return losses(crops) / (crops.labels != IGNORED).sum()
+        return losses(crops) / crops.weigh(crops.labels != IGNORED)
 
     def mean(losses: Callable[[Crops], Tensor]) -> float:
         """Over the validation voxels; a GPU is waited for only once."""
-        return float(sum(torch.stack([losses(crops) for crops in held_out.batches()]).tolist())) / held_out.voxels
+        return float(sum(torch.stack([losses(crops) for crops in held_out.batches()]).tolist())) / held_out.total
 
     single = mean(lambda crops: _nll(crops, torch.tensor(beta)))
     rate, decay = recipe.learning_rate * min(1.0, _INPUTS / network.weight[0].numel()), recipe.weight_decay
@@ -109,7 +110,7 @@ def _trained(
     training = train_at(learning_rate=rate, max_epochs=recipe.epochs)
     network.zero_grad()
     for crops in train.batches():
-        (losses(crops) / train.voxels).backward()  # type: ignore[no-untyped-call]
+        (losses(crops) / train.total).backward()  # type: ignore[no-untyped-call]
     gradient = math.sqrt(sum(float(p.grad.square().sum()) for p in network.parameters() if p.grad is not None))
     network.zero_grad()
     network.requires_grad_(False)
@@ -121,20 +122,22 @@ def _trained(
 
 
 def _nll(crops: Crops, beta: Tensor) -> Tensor:
-    """The sum over labelled voxels of the NLL of ``S(beta z)``, where beta is ``(n, *sides)`` or a scalar."""
+    """The NLL of ``S(beta z)``, summed over labelled voxels of all windows; beta is ``(n, *sides)`` or a scalar."""
     z = crops.scores
     for axis, side in enumerate(crops.labels.shape[1:], start=2):
         z = z.narrow(axis, (z.shape[axis] - side) // 2, side)
     z = z.masked_fill((crops.labels == IGNORED).unsqueeze(1), 0.0)  # ignored voxels may be NaN
     gaps = (z - z.amax(1, keepdim=True)).clamp(min=_DEEPEST)
     scores = gaps * (beta.unsqueeze(1) if beta.ndim else beta)
-    return F.cross_entropy(scores, crops.labels, ignore_index=IGNORED, reduction="none").double().sum()
+    return crops.weigh(F.cross_entropy(scores, crops.labels, ignore_index=IGNORED, reduction="none"))
 
 
 def _image_means(temperatures: Tensor, crops: Crops) -> Tensor:
     """Temperatures ``(n, *sides)``, replaced by the mean over all crops of the same image."""
     axes = tuple(range(1, temperatures.ndim))
-    total, count = torch.where(crops.inside, temperatures, 0.0).sum(axes), crops.inside.sum(axes).float()
+    weight = crops.weight.float()
+    total = torch.where(crops.inside, temperatures, 0.0).sum(axes) * weight
+    count = crops.inside.sum(axes) * weight
     if total.is_cuda:  # a product needs no wait for the number of images, and is the same every time
         same = (crops.owner == crops.owner[:, None]).float()
         means = (same @ total) / (same @ count)
