@@ -9,11 +9,7 @@ def cases():
     return scenes(3, size=(32, 40), plant=[Temperature(1.7)], ignored=0.05)
 
 
-# Networks need not be good ones.
-OPTIONS = {name: {"epochs": 5} for name in ("lts", "lts-ti", "ibts")}
-
-
 @pytest.fixture(scope="session", params=CALIBRATORS)
 def fitted(request, cases):
     """Each calibrator, fitted to scenes of six classes; tests leave it as it is."""
-    return CALIBRATORS[request.param](**OPTIONS.get(request.param, {})).fit(cases)
+    return CALIBRATORS[request.param]().fit(cases)
