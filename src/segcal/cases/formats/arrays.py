@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 import zipfile
 from collections.abc import Sequence
 from io import FileIO
@@ -19,6 +20,8 @@ from segcal.files.atomic import reserve
 
 # Bytes from which on a run is read; many shorter ones would take longer than mapping the file.
 _SHORT_RUN = 4096
+# numpy parses headers as Python, which in two threads at once may raise a SystemError in Python 3.11.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -27,7 +30,8 @@ def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         raise base.pickled()
     version = npy_format.read_magic(file)
     read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-    shape, fortran, dtype = read(file)
+    with _ONE_AT_A_TIME:
+        shape, fortran, dtype = read(file)
     if any(size < 0 for size in shape):
         raise DataError(f"shape {shape}", expected="no negative size")
     return shape, fortran, dtype
@@ -95,11 +99,12 @@ class NpySink(base.ArraySink):
         header = {"descr": npy_format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": self.shape}
         with self.path.open("wb") as file:
             npy_format.write_array_header_1_0(file, header)
+            self._offset = file.tell()
             reserve(file, math.prod(self.shape) * self.dtype.itemsize)
 
     def write(self, index: base.Index, block: base.Array) -> None:
         """Store a part; mapped again each time, as in ``NpyFile``."""
-        npy_format.open_memmap(self.path, mode="r+")[index] = block
+        np.memmap(self.path, self.dtype, "r+", self._offset, self.shape)[index] = block
 
 
 class NpzFile(base.WholeFile):
