@@ -1,0 +1,60 @@
+"""Which tests a mutant must stand up to."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+
+from mutating.covering import ROOT, SOURCE, TestMap
+from mutating.mutants import Mutant
+
+# Functions, or classes, with what their headers declare.
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def tests_of(mutant: Mutant, known: TestMap) -> list[str]:
+    """Those that run its statement; of what is run on import, those that run what uses it, then its file's others."""
+    found = known.running([(mutant.file, mutant.first, mutant.last)])
+    if imported(mutant, known):
+        last = len((ROOT / mutant.file).read_text(encoding="utf-8").splitlines())
+        found += known.running(_uses(mutant)) + known.running([(mutant.file, 1, last)])
+    return list(dict.fromkeys(found))
+
+
+def imported(mutant: Mutant, known: TestMap) -> bool:
+    """Whether its statement is run while modules are imported."""
+    return any((mutant.file, line) in known.imported for line in range(mutant.first, mutant.last + 1))
+
+
+def _uses(mutant: Mutant) -> list[tuple[str, int, int]]:
+    """The body of the function that is defined, or the lines with the names that are assigned."""
+    tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
+    inside = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _around(node, mutant.line)]
+    smallest = min(inside, key=lambda node: _last(node) - node.lineno, default=None)
+    if isinstance(smallest, _DEFINITIONS):
+        return [(mutant.file, smallest.body[0].lineno, _last(smallest))]
+    if isinstance(smallest, (ast.Assign, ast.AnnAssign)):
+        names = {node.id for node in ast.walk(smallest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        return [use for name in sorted(names) for use in _lines().get(name, ())]
+    return []
+
+
+def _around(node: ast.stmt, line: int) -> bool:
+    first = min([node.lineno, *(part.lineno for part in getattr(node, "decorator_list", ()))])
+    return first <= line <= _last(node)
+
+
+def _last(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+@cache
+def _lines() -> dict[str, list[tuple[str, int, int]]]:
+    """Where each name occurs in the source."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+            if name is not None:
+                found.setdefault(name, []).append((str(path.relative_to(ROOT)), node.lineno, node.lineno))
+    return found
