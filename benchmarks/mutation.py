@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 from mutating import choosing, covering, swapping
 from mutating.mutants import MODULES, Mutant, sample
+from mutating.report import report
 from mutating.serving import KILLED
 
 # Git ignores it.
@@ -45,17 +44,17 @@ def mutants_of(count: int, seed: int, only: list[str]) -> list[Mutant]:
     return [Mutant(**one) for one in json.loads(file.read_text())]
 
 
-def job(mutant: Mutant, known: covering.TestMap, seconds: float) -> tuple[str, dict[str, object]]:
-    """How to test a mutant, and with what."""
+def job(mutant: Mutant, known: covering.TestMap, seconds: float, again: bool) -> tuple[str, dict[str, object]]:
+    """How to test a mutant, and with what. In living modules it is faster, but what ran on import is not run again."""
     tests, estimate = [], 0.0
     for name in choosing.tests_of(mutant, known):
         if estimate > seconds:
             break
         tests.append(name)
         estimate += known.seconds[name]
-    path = str(covering.ROOT / mutant.file)
-    changed = swapping.changed_functions(path, Path(path).read_text(encoding="utf-8"), mutant.code)
-    living = changed is not None and not choosing.imported(mutant, known)
+    path = covering.ROOT / mutant.file
+    living = swapping.can_be_swapped(str(path), path.read_text(encoding="utf-8"), mutant.code)
+    living &= not again or not choosing.imported(mutant, known)
     tests = tests if living else tests[:FRESH_TESTS]
     about = {"key": mutant.key, "file": mutant.file, "code": mutant.code, "tests": tests}
     return "living" if living else "fresh", {**about, "seconds": seconds, "estimate": estimate}
@@ -81,7 +80,7 @@ def test(mutants: list[Mutant], seconds: float, again: bool) -> dict[str, dict[s
         known = covering.load(CACHE / "tests")
         jobs: dict[str, list[dict[str, object]]] = {"living": [], "fresh": []}
         for mutant in left:
-            how, found = job(mutant, known, seconds)
+            how, found = job(mutant, known, seconds, again)
             jobs[how].append(found)
         for how, wanted in jobs.items():
             print(f"{len(wanted)} mutants, {how}", file=sys.stderr, flush=True)
@@ -112,7 +111,10 @@ def main() -> None:
     asked = parser.parse_args()
     mutants = mutants_of(asked.mutants, asked.seed, asked.only.split(",") if asked.only else list(MODULES))
     found = test(mutants, asked.seconds, asked.again)
-    print(json.dumps(Counter(found[m.key]["outcome"] for m in mutants)))
+    broken = [str(found[mutant.key].get("why")) for mutant in mutants if found[mutant.key]["outcome"] == "broken"]
+    if broken:
+        raise SystemExit("\n".join(["the machinery failed:", *broken]))
+    print(report(mutants, found, asked.seed))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def _uses(mutant: Mutant) -> list[tuple[str, int, int]]:
     if isinstance(smallest, _DEFINITIONS):
         return [(mutant.file, smallest.body[0].lineno, _last(smallest))]
     if isinstance(smallest, (ast.Assign, ast.AnnAssign)):
-        names = {node.id for node in ast.walk(smallest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names = {
+            node.id for node in ast.walk(smallest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         return [use for name in sorted(names) for use in _lines().get(name, ())]
     return []
 

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from mutating.covering import OPTIONS, ROOT
-from mutating.swapping import changed_functions, import_changed, living_functions, swap
+from mutating.swapping import import_changed, living_functions, swap
 
 # A mutant that takes this many times what its tests took has timed out; tests are slower without others before them.
 _PATIENCE, _START = 4.0, 12.0
@@ -119,9 +120,7 @@ class Living:
         """In the fork."""
         if not control:
             path = str(ROOT / job["file"])
-            changed = changed_functions(path, Path(path).read_text(encoding="utf-8"), job["code"])
-            assert changed is not None
-            swap(path, changed, self.functions)
+            swap(path, Path(path).read_text(encoding="utf-8"), job["code"], self.functions)
             import_changed(path, job["code"])
         session.config._tmp_path_factory._basetemp = Path(tempfile.mkdtemp())  # type: ignore[attr-defined]
         run_items(session, [self.items[name] for name in job["tests"] if name in self.items], job["seconds"], report)

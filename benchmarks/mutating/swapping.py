@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import importlib.machinery
+import sys
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -64,11 +68,122 @@ def living_functions() -> dict[tuple[str, Key], list[FunctionType]]:
     return found
 
 
-def swap(path: str, changed: dict[Key, CodeType], living: dict[tuple[str, Key], list[FunctionType]]) -> None:
-    """Give functions their new code."""
-    for key, code in changed.items():
-        for function in living.get((path, key), ()):
-            function.__code__ = code
+def swap(path: str, before: str, after: str, living: dict[tuple[str, Key], list[FunctionType]]) -> None:
+    """Give functions their new code, or their new defaults, and constants their new values."""
+    changed = changed_functions(path, before, after)
+    if changed is not None:
+        for key, code in changed.items():
+            for function in living.get((path, key), ()):
+                function.__code__ = code
+        return
+    statement = changed_statement(before, after)
+    module = next((one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == path), None)
+    if statement is None or module is None:
+        return
+    if isinstance(statement.new, ast.FunctionDef):
+        for function in living.get((path, statement.key), ()):
+            _swap_defaults(function, statement.new.args, module.__dict__, statement.changed)
+        return
+    names = dict(module.__dict__)
+    exec(compile(ast.Module([statement.new], []), path, "exec"), names)
+    for name in statement.names:
+        if statement.classes:
+            setattr(functools.reduce(getattr, statement.classes, module), name, names[name])
+            continue
+        old = module.__dict__[name]
+        for other in list(sys.modules.values()):
+            if getattr(other, "__dict__", {}).get(name, other) is old:
+                setattr(other, name, names[name])
+
+
+@dataclass
+class Statement:
+    """A changed statement outside functions: other defaults, or other constants."""
+
+    new: ast.stmt
+    classes: list[str]
+    changed: set[int]
+    names: list[str]
+
+    @property
+    def key(self) -> Key:
+        assert isinstance(self.new, ast.FunctionDef)
+        line = min([self.new.lineno, *(part.lineno for part in self.new.decorator_list)])
+        return ".".join([*self.classes, self.new.name]), line
+
+
+def changed_statement(before: str, after: str) -> Statement | None:
+    """None if more has changed, or if something else is made of the constants on import."""
+    classes: list[str] = []
+    old, new = ast.parse(before).body, ast.parse(after).body
+    while True:
+        pairs = [(one, other) for one, other in zip(old, new, strict=False) if ast.dump(one) != ast.dump(other)]
+        if len(old) != len(new) or len(pairs) != 1:
+            return None
+        ((one, other),) = pairs
+        if not isinstance(one, ast.ClassDef) or not isinstance(other, ast.ClassDef):
+            break
+        if [ast.dump(part) for part in one.decorator_list] != [ast.dump(part) for part in other.decorator_list]:
+            return None
+        classes.append(one.name)
+        old, new = one.body, other.body
+    if isinstance(one, ast.FunctionDef) and isinstance(other, ast.FunctionDef):
+        first, second = _defaults(one.args), _defaults(other.args)
+        changed = {index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]}
+        bodies = [ast.dump(ast.Module([*part.body, *part.decorator_list], [])) for part in (one, other)]  # type: ignore[list-item]
+        return Statement(other, classes, changed, []) if bodies[0] == bodies[1] and changed else None
+    if not isinstance(other, ast.Assign) and not (isinstance(other, ast.AnnAssign) and not classes):
+        return None
+    targets = other.targets if isinstance(other, ast.Assign) else [other.target]
+    stored = [part for target in targets for part in ast.walk(target) if not isinstance(part, (ast.Tuple, ast.Store))]
+    names = [part.id for part in stored if isinstance(part, ast.Name)]
+    if len(names) < len(stored) or any(name in _loaded_on_import() or name.startswith("__") for name in names):
+        return None
+    return Statement(other, classes, set(), names)
+
+
+def _defaults(arguments: ast.arguments) -> list[str]:
+    return [ast.dump(part) if part else "" for part in (*arguments.defaults, *arguments.kw_defaults)]
+
+
+def _swap_defaults(function: FunctionType, arguments: ast.arguments, names: dict[str, Any], changed: set[int]) -> None:
+    positional = list(function.__defaults__ or ())
+    for index in changed:
+        inside = index < len(arguments.defaults)
+        part = arguments.defaults[index] if inside else arguments.kw_defaults[index - len(arguments.defaults)]
+        assert part is not None
+        value = eval(compile(ast.Expression(part), "<default>", "eval"), names)
+        if inside:
+            positional[index] = value
+        else:
+            name = arguments.kwonlyargs[index - len(arguments.defaults)].arg
+            function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), name: value}
+    function.__defaults__ = tuple(positional) or None
+
+
+@functools.cache
+def _loaded_on_import() -> set[str]:
+    """Names that the source uses outside the bodies of functions."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        for part in ast.iter_child_nodes(node):
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and part in node.body
+            if not inside:
+                visit(part)
+
+    for path in SOURCE.rglob("*.py"):
+        visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def can_be_swapped(path: str, before: str, after: str) -> bool:
+    """Whether ``swap`` can do it without importing again."""
+    return changed_functions(path, before, after) is not None or changed_statement(before, after) is not None
 
 
 def import_changed(path: str, source: str) -> None:
