@@ -1,10 +1,11 @@
 """Do the tests notice when the source is wrong? Small changes of the source, one at a time, and the tests that run it.
 
 A change (a mutant) is one of cosmic-ray's: another operator, a number one larger or smaller, a condition turned round,
-a loop that is never entered, a decorator left out. Places are drawn at random, with a seed, of each module in proportion
-to its size, and one change at each place. Annotations, ``__all__`` and the words of errors are left out. A mutant is
-killed if a test fails, crashes or takes far too long. Every test that kills must pass without the change, after the same
-tests. Tests are those that run the changed statement, fastest first, until ``--seconds`` of CPU time are spent.
+a loop that is never entered, a decorator left out. Places are drawn at random, with a seed, of each module in
+proportion to its size, and one change at each place. Annotations, ``__all__`` and the words of errors are left out. A
+mutant is killed if a test fails, crashes or takes far too long. Every test that kills must pass without the change,
+after the same tests. Tests are those that run the changed statement, fastest first, until ``--seconds`` of CPU time are
+spent.
 
 Results are kept in ``build/mutation``: a run goes on where the last one ended. ``--again`` tests the survivors again.
 

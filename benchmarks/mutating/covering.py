@@ -30,6 +30,8 @@ SUITES = (
 OPTIONS = ("-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "console_output_style=classic")
 OPTIONS += ("--doctest-modules", "--import-mode=importlib", "--strict-markers", "-q")
 OPTIONS += ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of libraries that are imported before pytest starts
+# Seconds around every test.
+_OVERHEAD = 0.02
 # What compiles or starts processes takes long, and the processes import the source as it is.
 _SKIPPED = "not compile and not export and not process and not subprocess and not ranks"
 
@@ -57,7 +59,7 @@ class TestMap:
                         self._tests.setdefault((file, line), []).append(name)
 
     def running(self, ranges: list[tuple[str, int, int]]) -> list[str]:
-        """The tests that run one of the lines: first the fastest of each function, then its second, and so on."""
+        """The tests that run one of the lines: the fastest first, but one of another function before many of one."""
         lines = ((file, line) for file, first, last in ranges for line in range(first, last + 1))
         names = {name for line in lines for name in self._tests.get(line, ())}
         rank: dict[str, int] = {}
@@ -65,8 +67,8 @@ class TestMap:
         for name in sorted(names, key=lambda name: (self.seconds[name], name)):
             function = name.partition("[")[0]
             rank[function] = rank.get(function, -1) + 1
-            ranked.append((rank[function], self.seconds[name], name))
-        return [name for *_, name in sorted(ranked)]
+            ranked.append(((1 + rank[function]) * (self.seconds[name] + _OVERHEAD), name))
+        return [name for _, name in sorted(ranked)]
 
 
 def environment() -> dict[str, str]:

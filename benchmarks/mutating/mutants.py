@@ -99,7 +99,7 @@ class Change:
             return None
         if ast.dump(tree) == _dump(self.file):
             return None
-        lines = [line for line in difflib.unified_diff(source.splitlines(), code.splitlines(), n=0)][3:]
+        lines = list(difflib.unified_diff(source.splitlines(), code.splitlines(), n=0))[3:]
         before, after = (" / ".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
         place = self.line, self.first, self.last
         return Mutant(self.group, self.file, self.operator, *place, before, after, code)
@@ -188,7 +188,7 @@ def _operators() -> dict[str, Any]:
 def _wanted(name: str) -> bool:
     if name.startswith("Variable"):  # need the names of variables
         return False
-    kind, *parts = name.split("_")
+    _, *parts = name.split("_")
     return not parts or any(set(parts) <= known for known in _KINDS)
 
 

@@ -210,12 +210,11 @@ def main() -> None:
         plugin = Living(lambda attempt: serve(iter(jobs), Path(target), attempt))
         sys.exit(pytest.main([*OPTIONS, *files], plugins=[plugin]))
     else:
-        import numba
+        import numba  # noqa: F401 - these are imported once, for all forks
         import scipy.optimize
-        import scipy.stats
-        import torch
+        import scipy.stats  # noqa: F401
+        import torch  # noqa: F401
 
-        assert numba and scipy and torch  # imported once, for all forks
         gc.collect()
         gc.freeze()
         serve(iter(jobs), Path(target), attempt_fresh)

@@ -107,6 +107,7 @@ class Statement:
 
     @property
     def key(self) -> Key:
+        """Of the function that is defined."""
         assert isinstance(self.new, ast.FunctionDef)
         line = min([self.new.lineno, *(part.lineno for part in self.new.decorator_list)])
         return ".".join([*self.classes, self.new.name]), line
