@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -85,7 +86,7 @@ def test(mutants: list[Mutant], seconds: float, again: bool) -> dict[str, dict[s
             jobs[how].append(found)
         for how, wanted in jobs.items():
             print(f"{len(wanted)} mutants, {how}", file=sys.stderr, flush=True)
-            source = CACHE / f"{how}.jsonl"
+            source = CACHE / f"{how}-{os.getpid()}.jsonl"
             source.write_text("".join(json.dumps(one) + "\n" for one in wanted))
             command = covering.command("serving", how, str(source), str(file))
             quiet = {"stdout": subprocess.DEVNULL, "cwd": covering.ROOT, "env": covering.environment()}

@@ -21,7 +21,6 @@ SOURCE = ROOT / "src" / "segcal"
 SUITES = (
     *(f"tests/{name}" for name in ("metrics", "calibrators", "losses", "inference", "solvers", "kernels")),
     *(f"tests/{name}" for name in ("properties", "fitting", "evaluation")),
-    *(f"tests/{name}" for name in ("models", "study", "report", "torture")),
     *(f"tests/test_{name}.py" for name in ("scores", "statistics", "fusion", "regions")),
     *(f"src/segcal/{name}" for name in ("metrics", "calibrators", "losses", "inference", "solvers")),
     *(f"src/segcal/{name}.py" for name in ("scores", "statistics", "kernels/reference")),
@@ -33,7 +32,7 @@ OPTIONS += ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of libraries t
 # Seconds around every test.
 _OVERHEAD = 0.02
 # What compiles or starts processes takes long, and the processes import the source as it is.
-_SKIPPED = "not compile and not export and not process and not subprocess and not ranks"
+_SKIPPED = "not compile and not export and not process"
 
 
 @dataclass

@@ -107,6 +107,7 @@ class Living:
         """Serve all mutants."""
         self.items = {item.nodeid: item for item in session.items}
         self.functions = living_functions()
+        _warm()
         gc.collect()
         gc.freeze()
 
@@ -192,6 +193,17 @@ def serve(jobs: Iterator[Job], results: Path, attempt: Callable[[Job, bool], Rep
             file.write(json.dumps({"key": job["key"], "limit": job["seconds"], **report}) + "\n")
 
 
+def _warm() -> None:
+    """Import once what every fork would import when it is first used."""
+    import numba  # noqa: F401
+    import scipy.ndimage
+    import scipy.optimize
+    import scipy.stats  # noqa: F401
+    import torch
+
+    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
+
+
 def _without_shrinking() -> None:
     """The first example that fails is enough."""
     from hypothesis.internal.conjecture.engine import ConjectureRunner
@@ -210,11 +222,7 @@ def main() -> None:
         plugin = Living(lambda attempt: serve(iter(jobs), Path(target), attempt))
         sys.exit(pytest.main([*OPTIONS, *files], plugins=[plugin]))
     else:
-        import numba  # noqa: F401 - these are imported once, for all forks
-        import scipy.optimize
-        import scipy.stats  # noqa: F401
-        import torch  # noqa: F401
-
+        _warm()
         gc.collect()
         gc.freeze()
         serve(iter(jobs), Path(target), attempt_fresh)
