@@ -202,6 +202,7 @@ def _warm() -> None:
     import torch
 
     torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
 
 
 def _without_shrinking() -> None:

@@ -1,0 +1,47 @@
+"""Starts that are minima, problems that do not fit their blocks, and validation that never changes."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from segcal.errors import InputError
+from segcal.solvers import DampedNewton, Newton, adam, minimise
+
+
+def bowl(x):
+    return 0.5 * np.sum(x**2), x, np.eye(len(x))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_start_at_the_minimum_has_converged_whatever_the_steps(steps):
+    for policy in (Newton(bowl), DampedNewton(lambda x: bowl(x)[:2], lambda x, blocks: [np.eye(len(x))])):
+        solution = minimise(policy, np.zeros(3), max_steps=steps)
+        assert solution.converged
+        assert (solution.iterations, solution.evaluations) == (0, 1)
+        assert not solution.flat
+        assert "flat" not in solution.message
+
+
+def test_without_steps_another_start_has_not_converged():
+    solution = minimise(Newton(bowl), np.ones(3), max_steps=0)
+    assert not solution.converged
+    assert np.array_equal(solution.value, np.ones(3))
+
+
+@pytest.mark.parametrize("values", [1, 3])
+def test_there_is_one_value_for_each_block(values):
+    def problem(x):
+        return np.zeros(values), x, [np.eye(1), np.eye(1)]
+
+    with pytest.raises(InputError, match=f"there are {values} values"):
+        minimise(Newton(problem), np.zeros(2), blocks=[[0], [1]])
+
+
+def test_of_equal_states_the_first_is_kept():
+    module = nn.Linear(1, 1)
+    start = module.weight.item()
+    rows = torch.ones(4, 1)
+    training = adam(module, lambda batch: module(batch).square().mean(), lambda _: [rows], lambda: 1.0, patience=3)
+    assert (training.best, len(training.history), training.converged) == (0, 4, True)
+    assert module.weight.item() == start
