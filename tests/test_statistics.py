@@ -131,6 +131,8 @@ def test_an_all_reduce_merges_aligned_statistics():
     for name, mine in tensors[0].items():
         mine.copy_(sum(other[name] for other in tensors))
     assert_merged(whole, ranks[0])
+    assert {stats.energy_shift for stats in ranks} == {layouts[0].energy_shift}
+    assert layouts[0].energy_shift != layouts[1].energy_shift
 
 
 def test_free_energy_keeps_its_spread_far_from_zero():
@@ -218,6 +220,13 @@ def test_few_and_many_classes(classes):
 def test_one_class_is_refused():
     with pytest.raises(InputError, match="num_classes is 1; expected at least 2"):
         VoxelStatistics(1)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, 1.5])
+def test_thresholds_are_probabilities_between_zero_and_one(threshold):
+    for arguments in ({"threshold": threshold}, {"thresholds": (0.5, threshold)}):
+        with pytest.raises(InputError, match="threshold is"):
+            VoxelStatistics(2, **arguments)
 
 
 def test_many_overlapping_regions():
