@@ -24,12 +24,15 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mutating import choosing, covering, swapping
 from mutating.mutants import MODULES, Mutant, sample
 from mutating.report import report
 from mutating.serving import KILLED
 
+# What a run of its tests has shown of a mutant.
+Result = dict[str, Any]
 # Git ignores it.
 CACHE = covering.ROOT / "build" / "mutation"
 # Node ids on the command line of a fresh run: enough for its time, few enough to collect.
@@ -46,60 +49,75 @@ def mutants_of(count: int, seed: int, only: list[str]) -> list[Mutant]:
     return [Mutant(**one) for one in json.loads(file.read_text())]
 
 
-def job(mutant: Mutant, known: covering.TestMap, seconds: float, again: bool) -> tuple[str, dict[str, object]]:
-    """How to test a mutant, and with what. In living modules it is faster, but what ran on import is not run again."""
-    tests, estimate = [], 0.0
-    for name in choosing.tests_of(mutant, known):
-        if estimate > seconds:
-            break
-        tests.append(name)
-        estimate += known.seconds[name]
+def job(mutant: Mutant, known: covering.TestMap, seconds: float, before: list[Result]) -> dict[str, Any]:
+    """How to test a mutant, and with what: in living modules first, which is faster, but what ran on import stays.
+
+    Tests that it has survived ``before`` are left out, unless they have changed.
+    """
     path = covering.ROOT / mutant.file
     living = swapping.can_be_swapped(str(path), path.read_text(encoding="utf-8"), mutant.code)
-    living &= not again or not choosing.imported(mutant, known)
-    tests = tests if living else tests[:FRESH_TESTS]
-    about = {"key": mutant.key, "file": mutant.file, "code": mutant.code, "tests": tests}
-    return "living" if living else "fresh", {**about, "seconds": seconds, "estimate": estimate}
+    living &= not before or not choosing.imported(mutant, known)
+    how = "living" if living else "fresh"
+    survived = {(name, result["when"]) for result in before if result.get("how") == how for name in result["ran"]}
+    changed = {name: (covering.ROOT / name.partition("::")[0]).stat().st_mtime for name, _ in survived}
+    done = {name for name, when in survived if changed[name] < when}
+    tests, estimate = [], 0.0
+    for name in choosing.tests_of(mutant, known):
+        if estimate > seconds or (not living and len(tests) == FRESH_TESTS):
+            break
+        if name not in done:
+            tests.append(name)
+            estimate += known.seconds[name]
+    about = {"key": mutant.key, "file": mutant.file, "code": mutant.code, "how": how, "tests": tests}
+    return {**about, "seconds": seconds, "estimate": estimate}
 
 
-def results(file: Path) -> dict[str, dict[str, object]]:
-    """The last result of each mutant; one that was killed stays so."""
-    found: dict[str, dict[str, object]] = {}
+def results(file: Path) -> dict[str, list[Result]]:
+    """The results of each mutant, in the order of the runs."""
+    found: dict[str, list[Result]] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
         result = json.loads(line)
-        if found.get(result["key"], {}).get("outcome") not in KILLED:
-            found[result["key"]] = result
+        found.setdefault(result["key"], []).append(result)
     return found
 
 
-def test(mutants: list[Mutant], seconds: float, again: bool) -> dict[str, dict[str, object]]:
-    """Test those that have not been tested."""
+def killed(found: list[Result]) -> bool:
+    """Whether one of the runs has killed it."""
+    return any(result["outcome"] in KILLED for result in found)
+
+
+def outcome(found: list[Result]) -> str:
+    """What became of a mutant."""
+    return next((result["outcome"] for result in found if result["outcome"] in KILLED), found[-1]["outcome"])
+
+
+def test(mutants: list[Mutant], seconds: float, again: bool) -> dict[str, list[Result]]:
+    """Test those that have not been tested; ``again``: also those that have survived."""
     CACHE.mkdir(parents=True, exist_ok=True)
     file = CACHE / "results.jsonl"
     done = results(file)
-    left = [one for one in mutants if one.key not in done or (again and done[one.key]["outcome"] not in KILLED)]
-    if left:
-        known = covering.load(CACHE / "tests")
-        jobs: dict[str, list[dict[str, object]]] = {"living": [], "fresh": []}
-        for mutant in left:
-            how, found = job(mutant, known, seconds, again)
-            jobs[how].append(found)
-        for how, wanted in jobs.items():
-            print(f"{len(wanted)} mutants, {how}", file=sys.stderr, flush=True)
-            source = CACHE / f"{how}-{os.getpid()}.jsonl"
-            source.write_text("".join(json.dumps(one) + "\n" for one in wanted))
-            command = covering.command("serving", how, str(source), str(file))
-            quiet = {"stdout": subprocess.DEVNULL, "cwd": covering.ROOT, "env": covering.environment()}
-            process = subprocess.Popen(command, **quiet)
-            while process.poll() is None:
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    tested = results(file)
-                    counts = Counter(str(tested[str(one["key"])]["outcome"]) for one in wanted if one["key"] in tested)
-                    print(f"{counts.total()} of {len(wanted)}: {dict(counts)}", file=sys.stderr, flush=True)
-            if process.returncode:
-                raise SystemExit(f"the tests of {how} mutants ended with {process.returncode}")
+    left = [one for one in mutants if one.key not in done or (again and not killed(done[one.key]))]
+    known = covering.load(CACHE / "tests") if left else covering.TestMap({}, {})
+    jobs = [job(mutant, known, seconds, done.get(mutant.key, [])) for mutant in left]
+    for how in ("living", "fresh"):
+        wanted = [one for one in jobs if one["how"] == how]
+        print(f"{len(wanted)} mutants, {how}", file=sys.stderr, flush=True)
+        source = CACHE / f"{how}-{os.getpid()}.jsonl"
+        source.write_text("".join(json.dumps(one) + "\n" for one in wanted))
+        command = covering.command("serving", how, str(source), str(file))
+        began = len(file.read_text().splitlines()) if file.exists() else 0
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "cwd": covering.ROOT, "env": covering.environment()}
+        process = subprocess.Popen(command, **quiet)
+        while process.poll() is None:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                lines = [json.loads(line) for line in file.read_text().splitlines()[began:]]
+                counts = Counter(line["outcome"] for line in lines)
+                print(f"{counts.total()} of {len(wanted)}: {dict(counts)}", file=sys.stderr, flush=True)
+        source.unlink()
+        if process.returncode:
+            raise SystemExit(f"the tests of {how} mutants ended with {process.returncode}")
     return results(file)
 
 
@@ -113,10 +131,10 @@ def main() -> None:
     asked = parser.parse_args()
     mutants = mutants_of(asked.mutants, asked.seed, asked.only.split(",") if asked.only else list(MODULES))
     found = test(mutants, asked.seconds, asked.again)
-    broken = [str(found[mutant.key].get("why")) for mutant in mutants if found[mutant.key]["outcome"] == "broken"]
-    if broken:
-        raise SystemExit("\n".join(["the machinery failed:", *broken]))
-    print(report(mutants, found, asked.seed))
+    outcomes = {mutant.key: outcome(found[mutant.key]) for mutant in mutants}
+    if "broken" in outcomes.values():
+        raise SystemExit(f"the machinery failed: see 'broken' in {CACHE / 'results.jsonl'}")
+    print(report(mutants, outcomes, asked.seed))
 
 
 if __name__ == "__main__":

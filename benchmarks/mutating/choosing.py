@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from pathlib import Path
 
 from mutating.covering import ROOT, SOURCE, TestMap
 from mutating.mutants import Mutant
@@ -17,7 +18,8 @@ def tests_of(mutant: Mutant, known: TestMap) -> list[str]:
     found = known.running([(mutant.file, mutant.first, mutant.last)])
     if imported(mutant, known):
         last = len((ROOT / mutant.file).read_text(encoding="utf-8").splitlines())
-        found += known.running(_uses(mutant)) + known.running([(mutant.file, 1, last)])
+        found += known.running(_uses(mutant)) + known.speaking_of(_names(mutant), Path(mutant.file).stem)
+        found += known.running([(mutant.file, 1, last)])
     return list(dict.fromkeys(found))
 
 
@@ -28,17 +30,28 @@ def imported(mutant: Mutant, known: TestMap) -> bool:
 
 def _uses(mutant: Mutant) -> list[tuple[str, int, int]]:
     """The body of the function that is defined, or the lines with the names that are assigned."""
+    statement = _statement(mutant)
+    if isinstance(statement, _DEFINITIONS):
+        return [(mutant.file, statement.body[0].lineno, _last(statement))]
+    return [use for name in sorted(_names(mutant)) for use in _lines().get(name, ())]
+
+
+def _names(mutant: Mutant) -> set[str]:
+    """What the statement defines or assigns."""
+    statement = _statement(mutant)
+    if isinstance(statement, _DEFINITIONS):
+        return {statement.name}
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        parts = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        return {node.id for node in parts if isinstance(node.ctx, ast.Store)}
+    return set()
+
+
+def _statement(mutant: Mutant) -> ast.stmt | None:
+    """The smallest statement around the mutant."""
     tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
     inside = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _around(node, mutant.line)]
-    smallest = min(inside, key=lambda node: _last(node) - node.lineno, default=None)
-    if isinstance(smallest, _DEFINITIONS):
-        return [(mutant.file, smallest.body[0].lineno, _last(smallest))]
-    if isinstance(smallest, (ast.Assign, ast.AnnAssign)):
-        names = {
-            node.id for node in ast.walk(smallest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        return [use for name in sorted(names) for use in _lines().get(name, ())]
-    return []
+    return min(inside, key=lambda node: _last(node) - node.lineno, default=None)
 
 
 def _around(node: ast.stmt, line: int) -> bool:

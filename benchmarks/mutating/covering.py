@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,6 +51,9 @@ class TestMap:
     def __init__(self, traced: dict[str, Traced], imported: dict[str, list[int]]) -> None:
         self.seconds = {name: test.seconds for name, test in traced.items() if test.passed}
         self.imported = {(file, line) for file, lines in imported.items() for line in lines}
+        self._files: dict[str, set[str]] = {}
+        for name in self.seconds:
+            self._files.setdefault(name.partition("::")[0], set()).add(name)
         self._tests: dict[tuple[str, int], list[str]] = {}
         for name, test in traced.items():
             if test.passed:
@@ -60,7 +64,18 @@ class TestMap:
     def running(self, ranges: list[tuple[str, int, int]]) -> list[str]:
         """The tests that run one of the lines: the fastest first, but one of another function before many of one."""
         lines = ((file, line) for file, first, last in ranges for line in range(first, last + 1))
-        names = {name for line in lines for name in self._tests.get(line, ())}
+        return self._ranked({name for line in lines for name in self._tests.get(line, ())})
+
+    def speaking_of(self, words: set[str], module: str) -> list[str]:
+        """The tests in files that hold one of the words, or that are called after a module."""
+        found = set()
+        for path, names in self._files.items():
+            text = set(re.findall(r"\w+", (ROOT / path).read_text(encoding="utf-8")))
+            if text & words or Path(path).stem == f"test_{module}":
+                found |= names
+        return self._ranked(found)
+
+    def _ranked(self, names: set[str]) -> list[str]:
         rank: dict[str, int] = {}
         ranked = []
         for name in sorted(names, key=lambda name: (self.seconds[name], name)):

@@ -6,7 +6,6 @@ import platform
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from mutating.mutants import MODULES, Mutant
 from mutating.serving import KILLED
@@ -35,10 +34,10 @@ def reasons() -> dict[str, str]:
     return found
 
 
-def report(mutants: list[Mutant], results: dict[str, dict[str, Any]], seed: int) -> str:
+def report(mutants: list[Mutant], outcomes: dict[str, str], seed: int) -> str:
     """All of it."""
     known = reasons()
-    left = [mutant for mutant in mutants if results[mutant.key]["outcome"] not in KILLED]
+    left = [mutant for mutant in mutants if outcomes[mutant.key] not in KILLED]
     same = [mutant for mutant in left if known.get(change(mutant), "").startswith(EQUIVALENT)]
     lines = [f"mutation testing: {len(mutants):,} mutants, seed {seed}", _versions(), ""]
     heads = ("mutants", "killed", "of these", "", "survived", "of these", "killed", "without")
@@ -48,7 +47,7 @@ def report(mutants: list[Mutant], results: dict[str, dict[str, Any]], seed: int)
     for group in (*MODULES, "all"):
         some = [mutant for mutant in mutants if group in (mutant.group, "all")]
         if some:
-            lines.append(_row(group, some, results, [mutant for mutant in same if group in (mutant.group, "all")]))
+            lines.append(_row(group, some, outcomes, [mutant for mutant in same if group in (mutant.group, "all")]))
     by_reason: dict[str, list[Mutant]] = {}
     for mutant in sorted(left, key=lambda one: (one.file, one.line)):
         by_reason.setdefault(known.get(change(mutant), UNEXPLAINED), []).append(mutant)
@@ -61,10 +60,10 @@ def report(mutants: list[Mutant], results: dict[str, dict[str, Any]], seed: int)
     return "\n".join(lines)
 
 
-def _row(group: str, mutants: list[Mutant], results: dict[str, dict[str, Any]], same: list[Mutant]) -> str:
-    outcomes = Counter(results[mutant.key]["outcome"] for mutant in mutants)
-    killed = sum(outcomes[name] for name in KILLED)
-    numbers = (len(mutants), killed, outcomes["timeout"], outcomes["crashed"], len(mutants) - killed, len(same))
+def _row(group: str, mutants: list[Mutant], outcomes: dict[str, str], same: list[Mutant]) -> str:
+    counts = Counter(outcomes[mutant.key] for mutant in mutants)
+    killed = sum(counts[name] for name in KILLED)
+    numbers = (len(mutants), killed, counts["timeout"], counts["crashed"], len(mutants) - killed, len(same))
     shares = (killed / len(mutants), killed / (len(mutants) - len(same)))
     return f"{group:<19}" + "".join(f"{number:>11,}" for number in numbers) + "".join(f"{s:>11.1%}" for s in shares)
 

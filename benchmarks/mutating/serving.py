@@ -190,7 +190,9 @@ def serve(jobs: Iterator[Job], results: Path, attempt: Callable[[Job, bool], Rep
         if report["outcome"] == "failed":
             known[report["test"]] += 1
         with results.open("a") as file:
-            file.write(json.dumps({"key": job["key"], "limit": job["seconds"], **report}) + "\n")
+            ran = job["tests"][: report["count"]] if report["outcome"] == "passed" else []
+            about = {"key": job["key"], "how": job["how"], "when": time.time(), "ran": ran}
+            file.write(json.dumps({**about, **report}) + "\n")
 
 
 def _warm() -> None:
