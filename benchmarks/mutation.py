@@ -58,7 +58,7 @@ def job(mutant: Mutant, known: covering.TestMap, seconds: float, before: list[Re
     living = swapping.can_be_swapped(str(path), path.read_text(encoding="utf-8"), mutant.code)
     living &= not before or not choosing.imported(mutant, known)
     how = "living" if living else "fresh"
-    survived = {(name, result["when"]) for result in before if result.get("how") == how for name in result["ran"]}
+    survived = {(name, one["when"]) for one in before if one.get("how") == how for name in one["ran"]}
     changed = {name: (covering.ROOT / name.partition("::")[0]).stat().st_mtime for name, _ in survived}
     done = {name for name, when in survived if changed[name] < when}
     tests, estimate = [], 0.0

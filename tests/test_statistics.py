@@ -229,6 +229,27 @@ def test_thresholds_are_probabilities_between_zero_and_one(threshold):
             VoxelStatistics(2, **arguments)
 
 
+@pytest.mark.parametrize("background", [-1, 2])
+def test_the_background_is_a_class(background):
+    with pytest.raises(InputError, match=f"background is {background}"):
+        VoxelStatistics(2, background=background)
+
+
+def test_a_dictionary_of_more_atoms_than_arrays_is_refused():
+    stats = VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+    assert stats.to_dict()["version"] == 1
+    with pytest.raises(InputError, match="shapes"):
+        VoxelStatistics.from_dict({**stats.to_dict(), "atoms": [0, 1]})
+
+
+def test_nothing_has_its_energies_relative_to_zero():
+    assert VoxelStatistics(2).energy_shift == 0
+    mapped = VoxelStatistics(2).update(
+        torch.full((3, 2), 50.0), torch.tensor([0, 1, 1]), score_map=AffineMap.temperature(2.0)
+    )
+    assert mapped.energy_shift == 0
+
+
 def test_many_overlapping_regions():
     names = tuple(f"r{i}" for i in range(16))
     logits, labels = example()
