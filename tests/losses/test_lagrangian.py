@@ -197,6 +197,8 @@ def test_a_hooked_trainer_observes_without_gradients_and_keeps_the_state_beside_
     assert torch.equal(crac.multipliers.values, direct.multipliers.values)
 
     first = tmp_path / "first.pth"
+    trainer.save_checkpoint(first)
+    (tmp_path / "first.pth.crac").unlink()
     trainer.local_rank = 1  # another process writes
     trainer.save_checkpoint(first)
     trainer.local_rank, trainer.disable_checkpointing = 0, True
