@@ -174,9 +174,22 @@ class Tracer:
             Path(target).write_text(json.dumps({"tests": tests, "imported": imported}))
 
 
+def warm() -> None:
+    """Import once what every fork would import when it is first used."""
+    import numba  # noqa: F401
+    import scipy.ndimage
+    import scipy.optimize
+    import scipy.stats  # noqa: F401
+    import torch
+
+    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+
+
 def main() -> None:
     """Trace the tests of the files named in the first argument."""
     targets = json.loads(sys.argv[1])
+    warm()
     tracer = Tracer()
     tracer.coverage.start()
     pytest.main([*OPTIONS, "-k", _SKIPPED, *targets], plugins=[tracer])

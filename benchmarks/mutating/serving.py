@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from mutating.covering import OPTIONS, ROOT
+from mutating.covering import OPTIONS, ROOT, warm
 from mutating.swapping import import_changed, living_functions, swap
 
 # A mutant that takes this many times what its tests took has timed out; tests are slower without others before them.
@@ -107,7 +107,7 @@ class Living:
         """Serve all mutants."""
         self.items = {item.nodeid: item for item in session.items}
         self.functions = living_functions()
-        _warm()
+        warm()
         gc.collect()
         gc.freeze()
 
@@ -195,18 +195,6 @@ def serve(jobs: Iterator[Job], results: Path, attempt: Callable[[Job, bool], Rep
             file.write(json.dumps({**about, **report}) + "\n")
 
 
-def _warm() -> None:
-    """Import once what every fork would import when it is first used."""
-    import numba  # noqa: F401
-    import scipy.ndimage
-    import scipy.optimize
-    import scipy.stats  # noqa: F401
-    import torch
-
-    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
-
-
 def _without_shrinking() -> None:
     """The first example that fails is enough."""
     from hypothesis.internal.conjecture.engine import ConjectureRunner
@@ -225,7 +213,7 @@ def main() -> None:
         plugin = Living(lambda attempt: serve(iter(jobs), Path(target), attempt))
         sys.exit(pytest.main([*OPTIONS, *files], plugins=[plugin]))
     else:
-        _warm()
+        warm()
         gc.collect()
         gc.freeze()
         serve(iter(jobs), Path(target), attempt_fresh)
