@@ -6,6 +6,7 @@ import ast
 import copy
 import difflib
 import hashlib
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,18 +126,21 @@ def _offset(file: str, place: tuple[int, int]) -> int:
 
 
 def sample(count: int, seed: int, only: list[str]) -> list[Mutant]:
-    """Places at random, of each group in proportion to its size; at each place one of its changes at random.
+    """Places at random, of each group in proportion to its size but no fewer than the least; one change at each place.
 
-    A larger sample holds a smaller one, but for groups with fewer places than the least.
+    A larger sample holds a smaller one.
     """
     places = {group: _places(group) for group in MODULES}
     total = sum(map(len, places.values()))
+    small = [group for group, found in places.items() if count * len(found) / total < _LEAST]
+    rest = sum(len(found) for group, found in places.items() if group not in small)
     chosen: list[Mutant] = []
     for group, found in places.items():
         if group in only:
             random_ = random.Random(f"{seed}/{group}")
             random_.shuffle(found)
-            wanted = max(_LEAST, round(count * len(found) / total))
+            share = math.ceil((count - _LEAST * len(small)) * len(found) / rest)
+            wanted = _LEAST if group in small else share
             chosen += _mutants(found, wanted, random_)
     return chosen
 
