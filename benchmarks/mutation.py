@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,17 @@ def mutants_of(count: int, seed: int, only: list[str]) -> list[Mutant]:
 def job(mutant: Mutant, known: covering.TestMap, seconds: float, before: list[Result]) -> dict[str, Any]:
     """How to test a mutant, and with what: in living modules first, which is faster, but what ran on import stays.
 
-    Tests that it has survived ``before`` are left out, unless they have changed.
+    Tests that it has survived ``before`` are left out, unless they have changed. Those that are newer come first.
     """
     path = covering.ROOT / mutant.file
     living = swapping.can_be_swapped(str(path), path.read_text(encoding="utf-8"), mutant.code)
     living &= not before or not choosing.imported(mutant, known)
     how = "living" if living else "fresh"
     survived = {(name, one["when"]) for one in before if one.get("how") == how for name in one["ran"]}
-    changed = {name: (covering.ROOT / name.partition("::")[0]).stat().st_mtime for name, _ in survived}
-    done = {name for name, when in survived if changed[name] < when}
+    done = {name for name, when in survived if changed(name) < when}
+    last = max((one.get("when", 0.0) for one in before), default=0.0)
     tests, estimate = [], 0.0
-    for name in choosing.tests_of(mutant, known):
+    for name in sorted(choosing.tests_of(mutant, known), key=lambda name: changed(name) < last):
         if estimate > seconds or (not living and len(tests) == FRESH_TESTS):
             break
         if name not in done:
@@ -70,6 +71,12 @@ def job(mutant: Mutant, known: covering.TestMap, seconds: float, before: list[Re
             estimate += known.seconds[name]
     about = {"key": mutant.key, "file": mutant.file, "code": mutant.code, "how": how, "tests": tests}
     return {**about, "seconds": seconds, "estimate": estimate}
+
+
+@cache
+def changed(test: str) -> float:
+    """When the file of a test was last written."""
+    return (covering.ROOT / test.partition("::")[0]).stat().st_mtime
 
 
 def results(file: Path) -> dict[str, list[Result]]:
