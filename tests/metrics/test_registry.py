@@ -9,7 +9,17 @@ from tests.metrics.test_calibration import naive
 from tests.reference import metrics as reference
 
 from segcal.errors import InputError
-from segcal.metrics import METRICS, Reliability, ace_adaptive, ba_ece, confidence_balance, diagnosis
+from segcal.metrics import (
+    METRICS,
+    Reliability,
+    SecondPass,
+    ace_adaptive,
+    ba_ece,
+    check_options,
+    confidence_balance,
+    diagnosis,
+    smece,
+)
 from segcal.metrics.additive import ADDITIVE
 from segcal.metrics.calibration import class_balances
 from segcal.metrics.equal_mass import tace_second_pass
@@ -115,3 +125,59 @@ def test_verdicts_of_the_undefined_and_at_their_limits():
     assert diagnosis.verdict(0.99 * diagnosis.BALANCED) == "balanced"
     assert diagnosis.offset_risk(diagnosis.SOME_SPREAD) == "some"
     assert diagnosis.offset_risk(diagnosis.MUCH_SPREAD) == "high"
+
+
+def test_the_bound_of_one_bin_is_half_its_width_and_a_second_pass_divides_it():
+    """No voxel has the label of the second class, so only the confidences within a group are misplaced."""
+    logits = torch.stack((torch.zeros(400), torch.linspace(1.0, 1.00001, 400)), 1).double()
+    labels = torch.zeros(400, dtype=torch.long)
+    stats = VoxelStatistics(2).update(logits, labels)
+    grid = stats.class_grid
+    width = {
+        float(u - low)
+        for u, low in zip(grid.upper, grid.lower, strict=True)
+        for p in (0.268941, 0.731059)
+        if low < p <= u
+    }
+    once = ace_adaptive(stats, num_bins=2)
+    assert once.bound == pytest.approx(sum(width) / len(width) / 2, rel=1e-6)
+    twice = ace_adaptive(stats, num_bins=2, exact=SecondPass(stats, num_bins=2).update(logits, labels))
+    assert 0 <= twice.bound < 1e-3 * once.bound
+
+
+def test_an_edge_at_zero_cuts_nothing():
+    logits = torch.tensor([[0.0, 40.0], [0.0, 1.0]]).repeat_interleave(
+        50, 0
+    )  # the first probability is in the first bin
+    stats = VoxelStatistics(2).update(logits, torch.zeros(100, dtype=torch.long))
+    assert ace_adaptive(stats, num_bins=2).bound == 0
+
+
+def test_smooth_ece_of_two_point_masses():
+    """Overconfident at 0.9, underconfident at 0.6: the smoothed gaps overlap by as much as the bandwidth says."""
+    z, right = torch.tensor([0.9, 0.6]).double().logit(), (60, 90)
+    logits = torch.stack((z, torch.zeros(2)), 1).repeat_interleave(100, 0)
+    labels = torch.cat([(torch.arange(100) >= count).long() for count in right])
+    found = smece(VoxelStatistics(2).update(logits, labels))
+    t = (np.arange(4000) + 0.5) / 4000
+
+    def smoothed(width):
+        total = 0.0
+        for p, gap in ((0.9, 0.15), (0.6, -0.15)):
+            images = [2 * k + side * p for k in range(-3, 4) for side in (1, -1)]
+            kernel = sum(np.exp(-0.5 * ((t - place) / width) ** 2) for place in images)
+            total = total + gap * kernel / (width * math.sqrt(2 * math.pi))
+        return np.abs(total).mean()
+
+    assert smoothed(float(found)) == pytest.approx(float(found), rel=2e-3)
+    assert 0.05 < found < 0.29
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 1.5])
+def test_thresholds_given_as_options_are_probabilities(threshold):
+    assert check_options(METRICS["tace"], {"threshold": "0.5", "binning": "width"}) == {
+        "threshold": 0.5,
+        "binning": "width",
+    }
+    with pytest.raises(InputError, match="between 0 and 1"):
+        check_options(METRICS["tace"], {"threshold": threshold})
