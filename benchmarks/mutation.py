@@ -58,7 +58,7 @@ def job(mutant: Mutant, known: covering.TestMap, seconds: float, before: list[Re
     path = covering.ROOT / mutant.file
     living = swapping.can_be_swapped(str(path), path.read_text(encoding="utf-8"), mutant.code)
     living &= not before or not choosing.imported(mutant, known)
-    how = "living" if living else "fresh"
+    how = "living" if living else "imported"
     survived = {(name, one["when"]) for one in before if one.get("how") == how for name in one["ran"]}
     done = {name for name, when in survived if changed(name) < when}
     last = max((one.get("when", 0.0) for one in before), default=0.0)
@@ -106,8 +106,10 @@ def test(mutants: list[Mutant], seconds: float, again: bool) -> dict[str, list[R
     left = [one for one in mutants if one.key not in done or (again and not killed(done[one.key]))]
     known = covering.load(CACHE / "tests") if left else covering.TestMap({}, {})
     jobs = [job(mutant, known, seconds, done.get(mutant.key, [])) for mutant in left]
-    for how in ("living", "fresh"):
+    for how in ("living", "imported"):
         wanted = [one for one in jobs if one["how"] == how]
+        if not wanted:
+            continue
         print(f"{len(wanted)} mutants, {how}", file=sys.stderr, flush=True)
         source = CACHE / f"{how}-{os.getpid()}.jsonl"
         source.write_text("".join(json.dumps(one) + "\n" for one in wanted))

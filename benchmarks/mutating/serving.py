@@ -1,7 +1,7 @@
 """Runs the tests of each mutant in a fork of a process that has imported what they need.
 
 In ``living`` the process has imported segcal and collected the tests, and the fork gives functions new code. In
-``fresh`` it has only imported the libraries; the fork imports segcal with the changed source, and collects.
+``imported`` it has only imported the libraries; the fork imports segcal with the changed source, and collects.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _without_shrinking() -> None:
 
 
 def main() -> None:
-    """``living`` or ``fresh``, the file of jobs, and that of results."""
+    """``living`` or ``imported``, the file of jobs, and that of results."""
     how, source, target = sys.argv[1:]
     jobs = [json.loads(line) for line in Path(source).read_text().splitlines()]
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}

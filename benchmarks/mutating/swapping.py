@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
+from _pytest.assertion.rewrite import AssertionRewritingHook
+
 from mutating.covering import SOURCE
 
 # Run at once, where they stand.
@@ -197,3 +199,10 @@ def import_changed(path: str, source: str) -> None:
         return compile(source, path, "exec", dont_inherit=True)
 
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    rewrites = AssertionRewritingHook._should_rewrite
+
+    def should_rewrite(hook: Any, name: str, file: str, state: Any) -> bool:
+        # pytest reads files with examples itself if they are on its command line
+        return file != path and rewrites(hook, name, file, state)
+
+    AssertionRewritingHook._should_rewrite = should_rewrite  # type: ignore[method-assign]
