@@ -14,11 +14,12 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def tests_of(mutant: Mutant, known: TestMap) -> list[str]:
-    """Those that run its statement; of what is run on import, those that run what uses it, then its file's others."""
+    """Those that run its statement; of what is run on import, also those called after its module or that use it."""
     found = known.running([(mutant.file, mutant.first, mutant.last)])
     if imported(mutant, known):
         last = len((ROOT / mutant.file).read_text(encoding="utf-8").splitlines())
-        found += known.running(_uses(mutant)) + known.speaking_of(_names(mutant), Path(mutant.file).stem)
+        named = known.speaking_of(set(), Path(mutant.file).stem)
+        found = named + found + known.running(_uses(mutant)) + known.speaking_of(_names(mutant), "")
         found += known.running([(mutant.file, 1, last)])
     return list(dict.fromkeys(found))
 

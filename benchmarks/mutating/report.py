@@ -12,7 +12,7 @@ from mutating.serving import KILLED
 
 # Why mutants survive, written by hand after a look at each: "[why]", then lines of "file | before => after".
 REASONS = Path(__file__).with_name("survivors.txt")
-UNEXPLAINED = "not explained"
+UNEXPLAINED = "not explained: a gap, or a test that the limit of CPU time left out"
 # Mutants under this heading give the same results as the source: no test can kill them.
 EQUIVALENT = "equivalent"
 _LIBRARIES = ("torch", "numpy", "scipy", "numba", "pytest", "hypothesis", "coverage", "cosmic-ray")
