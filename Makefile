@@ -9,7 +9,7 @@ SEGCAL_SEED ?= $(shell date +%-j)
 # Bytecode is kept, whatever the shell says: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test torture faults test-integrations lint audit bench reproduce-smoke completions dist check-dist docs clean
+.PHONY: demo test torture faults mutation test-integrations lint audit bench reproduce-smoke completions dist check-dist docs clean
 
 demo: $(SETUP)
 	$(BIN)/segcal demo
@@ -45,8 +45,14 @@ audit:
 	.venv/audit/bin/pip install -q pip-audit
 	.venv/audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
 
+# Small changes of the source, which tests should notice: an hour or two on one core. It goes on where it was stopped.
+mutation: $(SETUP)
+	$(BIN)/pip install -q cosmic-ray coverage
+	$(BIN)/python benchmarks/mutation.py
+	$(BIN)/python benchmarks/mutation.py --again --seconds 20
+
 bench: $(SETUP)
-	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	for file in $(filter-out benchmarks/mutation.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The recipes of reproduce/ in miniature, on a CPU and without data.
 reproduce-smoke: $(SETUP)

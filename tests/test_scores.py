@@ -6,7 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segcal.errors import InputError
-from segcal.scores import canonical_logits, free_energy, multilabel_view, pool, round_keeping_argmax
+from segcal.scores import (
+    DEPTH,
+    canonical_logits,
+    check_like,
+    checked_labels,
+    free_energy,
+    multilabel_view,
+    pool,
+    round_keeping_argmax,
+    some_impossible,
+    sum_to_one,
+)
 
 
 def random_logits(seed, *shape, scale=4.0):
@@ -67,6 +78,45 @@ def test_bad_voxel_is_named():
     scores[0, 1, 2, 3] = torch.nan
     with pytest.raises(InputError, match=r"at voxel \(2, 3\) and 0 others"):
         canonical_logits(scores, "logits")
+
+
+def test_the_first_bad_voxel_says_what_is_wrong():
+    scores = torch.zeros(1, 2, 4)
+    scores[0, :, 1] = -torch.inf
+    scores[0, 0, 3] = torch.inf
+    with pytest.raises(InputError, match=r"every class is -inf at voxel \(1,\) and 1 others"):
+        canonical_logits(scores, "logits")
+    with pytest.raises(InputError, match="off by up to 0.2"):
+        canonical_logits(torch.tensor([[0.5, 0.5], [0.6, 0.6]]), "probs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+def test_only_integers_are_integers(dtype):
+    like = torch.zeros(2, 3)
+    check_like("slots", torch.zeros(2, 3, dtype=torch.uint8), like, "integers")
+    with pytest.raises(InputError, match="expected shape .2, 3., integers.* scores are"):
+        check_like("slots", torch.zeros(2, 3, dtype=dtype), like, "integers")
+    with pytest.raises(InputError, match="expected .N, C"):
+        checked_labels(torch.zeros(3), torch.zeros(3).long())
+
+
+def test_probabilities_are_known_by_their_rows():
+    p = random_logits(0, 2, 3, 3, 5).softmax(1)
+    assert sum_to_one(p)
+    for row in range(3):  # all of so few rows are looked at
+        other = p.clone()
+        other[:, :, row] *= 1.01
+        assert not sum_to_one(other)
+    below = torch.tensor([1.5, -0.5]).view(1, 2, 1).expand(1, 2, 4)
+    assert not sum_to_one(below)
+
+
+def test_a_class_is_impossible_within_its_voxel_only():
+    logits = torch.zeros(1, 2, 3)
+    logits[:, :, 1] = 3 * DEPTH  # far from the other voxels, but not from the other class
+    assert not some_impossible(logits)
+    logits[:, 0, 1] = 0
+    assert some_impossible(logits)
 
 
 def test_an_impossible_class_is_legal():

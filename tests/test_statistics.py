@@ -131,6 +131,8 @@ def test_an_all_reduce_merges_aligned_statistics():
     for name, mine in tensors[0].items():
         mine.copy_(sum(other[name] for other in tensors))
     assert_merged(whole, ranks[0])
+    assert {stats.energy_shift for stats in ranks} == {layouts[0].energy_shift}
+    assert layouts[0].energy_shift != layouts[1].energy_shift
 
 
 def test_free_energy_keeps_its_spread_far_from_zero():
@@ -218,6 +220,34 @@ def test_few_and_many_classes(classes):
 def test_one_class_is_refused():
     with pytest.raises(InputError, match="num_classes is 1; expected at least 2"):
         VoxelStatistics(1)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, 1.5])
+def test_thresholds_are_probabilities_between_zero_and_one(threshold):
+    for arguments in ({"threshold": threshold}, {"thresholds": (0.5, threshold)}):
+        with pytest.raises(InputError, match="threshold is"):
+            VoxelStatistics(2, **arguments)
+
+
+@pytest.mark.parametrize("background", [-1, 2])
+def test_the_background_is_a_class(background):
+    with pytest.raises(InputError, match=f"background is {background}"):
+        VoxelStatistics(2, background=background)
+
+
+def test_a_dictionary_of_more_atoms_than_arrays_is_refused():
+    stats = VoxelStatistics(2).update(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+    assert stats.to_dict()["version"] == 1
+    with pytest.raises(InputError, match="shapes"):
+        VoxelStatistics.from_dict({**stats.to_dict(), "atoms": [0, 1]})
+
+
+def test_nothing_has_its_energies_relative_to_zero():
+    assert VoxelStatistics(2).energy_shift == 0
+    mapped = VoxelStatistics(2).update(
+        torch.full((3, 2), 50.0), torch.tensor([0, 1, 1]), score_map=AffineMap.temperature(2.0)
+    )
+    assert mapped.energy_shift == 0
 
 
 def test_many_overlapping_regions():

@@ -11,7 +11,7 @@ from reference import losses as reference
 from segcal import losses
 from segcal.errors import InputError
 from segcal.losses.adaptive import constraint, violation_sums
-from segcal.losses.callbacks import update_multipliers
+from segcal.losses.callbacks import hook_nnunet, update_multipliers
 from segcal.losses.checks import prepare
 
 
@@ -170,3 +170,52 @@ def test_without_validation_there_is_a_clear_error():
         loss.update()
     with pytest.raises(InputError, match="num_classes is 1"):
         losses.CRaC(1)
+
+
+class Trainer:
+    """What ``hook_nnunet`` needs of nnU-Net's trainer; ``tests/integrations`` has the real one."""
+
+    def __init__(self, loss):
+        self.loss, self.said = loss, []
+        self.on_validation_epoch_end = self.save_checkpoint = self.load_checkpoint = self.said.append
+        self.print_to_log_file = self.said.append
+
+
+def test_a_hooked_trainer_observes_without_gradients_and_keeps_the_state_beside_its_checkpoints(tmp_path):
+    logits, labels = scene()
+    crac, direct = losses.CRaC(3), losses.CRaC(3)
+    trainer = Trainer(crac)
+    hook_nnunet(trainer, crac)
+    trainer.loss(logits, labels)  # with gradients, so it is training
+    assert not crac.multipliers.voxels.any()
+    with torch.no_grad():
+        trainer.loss(logits, labels)
+    direct.observe(logits, labels)
+    assert torch.equal(crac.multipliers.sums, direct.multipliers.sums)
+    trainer.on_validation_epoch_end("outputs")
+    direct.update()
+    assert torch.equal(crac.multipliers.values, direct.multipliers.values)
+
+    first = tmp_path / "first.pth"
+    trainer.save_checkpoint(first)
+    (tmp_path / "first.pth.crac").unlink()
+    trainer.local_rank = 1  # another process writes
+    trainer.save_checkpoint(first)
+    trainer.local_rank, trainer.disable_checkpointing = 0, True
+    trainer.save_checkpoint(first)
+    assert not list(tmp_path.iterdir())
+    trainer.disable_checkpointing = False
+    trainer.save_checkpoint(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["first.pth.crac"]
+
+    other = losses.CRaC(3)
+    resumed = Trainer(other)
+    hook_nnunet(resumed, other)
+    resumed.load_checkpoint({"a loaded": "checkpoint"})
+    resumed.load_checkpoint(tmp_path / "second.pth")
+    assert not torch.equal(other.multipliers.values, direct.multipliers.values)
+    assert "second.pth.crac is missing" in resumed.said[-1]
+    said = len(resumed.said)
+    resumed.load_checkpoint(str(first))
+    assert torch.equal(other.multipliers.values, direct.multipliers.values)
+    assert resumed.said[said:] == [str(first)]

@@ -208,6 +208,20 @@ def test_pieces_of_a_batch_give_what_the_whole_gives(name, monkeypatch):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["ce", "focal", "mbls", "svls", "nacl", "crac"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_pieces_of_unequal_sizes_give_what_the_whole_gives(name, reduction, monkeypatch):
+    logits, labels = (part[:3] for part in batch(dtype=torch.float64))
+    logits = logits.requires_grad_()
+    slope = torch.rand(labels.shape if reduction == "none" else (), dtype=torch.float64)
+    whole = make(name, reduction=reduction)(logits, labels)
+    (expected,) = torch.autograd.grad(whole, logits, slope)
+    monkeypatch.setattr(voxelwise, "CACHED_VALUES", 2 * logits[0].numel())
+    parts = make(name, reduction=reduction)(logits, labels)
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(torch.autograd.grad(parts, logits, slope)[0], expected)
+
+
 @pytest.mark.parametrize("name", IDS)
 def test_without_gradient(name):
     logits, labels = batch()

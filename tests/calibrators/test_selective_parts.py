@@ -1,0 +1,108 @@
+"""The parts of ``selective`` and ``ets``: thresholds, losses and weights, against plain searches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from segcal.calibrators import SelectiveScaling
+from segcal.calibrators.selective import _network, _selection_loss, paper_temperature
+from segcal.calibrators.temperature import _least_squares, _log_parts
+from segcal.fitting.sampling import VoxelSample
+
+CLASSES, CPU = 3, torch.device("cpu")
+
+
+def sample(count=400, seed=0):
+    """Half of the strata stand for three voxels each; the others for one."""
+    random = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(count, CLASSES, generator=random)
+    labels = torch.where(torch.rand(count, generator=random) < 0.7, logits.argmax(1), logits.argmin(1))
+    strata = np.arange(count) % 2
+    return VoxelSample(
+        logits, labels, strata, np.arange(count, dtype=np.uint64), np.array([3 * count // 2, count // 2])
+    )
+
+
+def suspicious(rule, seed=0):
+    """A selector with random weights."""
+    calibrator = SelectiveScaling(rule=rule)
+    calibrator.num_classes = CLASSES
+    calibrator.allocate(CLASSES)
+    random = torch.Generator().manual_seed(seed)
+    for weight, bias in calibrator._layers():
+        weight.copy_(torch.randn(weight.shape, generator=random))
+        bias.copy_(torch.randn(bias.shape, generator=random))
+    return calibrator
+
+
+def test_the_paper_takes_the_selector_as_it_is_and_its_recall_sets_the_temperature():
+    voxels, calibrator = sample(), suspicious("paper")
+    found = calibrator.suspicion(voxels.logits.log_softmax(1)) > 0
+    calibrator._choose(voxels, CPU)
+    weights = torch.from_numpy(voxels.weights)
+    recall = float(weights[voxels.wrong & found].sum() / weights[voxels.wrong].sum())
+    assert calibrator.detection.recall == pytest.approx(recall)
+    assert float(calibrator.beta) == pytest.approx(1 / paper_temperature(recall))
+    assert torch.equal(calibrator.suspicion(voxels.logits.log_softmax(1)) > 0, found)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_other_threshold_and_temperature_have_a_lower_nll(seed):
+    voxels, calibrator = sample(), suspicious("nll", seed)
+    suspicion = calibrator.suspicion(voxels.logits.log_softmax(1)).double()
+    weights = voxels.weights / voxels.weights.sum()
+
+    def nll(suspected, beta):
+        z = torch.where(suspected[:, None], beta * voxels.logits.double(), voxels.logits.double())
+        return float(weights @ torch.nn.functional.cross_entropy(z, voxels.labels, reduction="none").numpy())
+
+    calibrator._choose(voxels, CPU)
+    chosen = nll(calibrator.suspicion(voxels.logits.log_softmax(1)) > 0, float(calibrator.beta))
+    for share in np.linspace(0.05, 0.95, 10):
+        suspected = suspicion > suspicion.quantile(share)
+        assert chosen <= min(nll(suspected, beta) for beta in np.geomspace(1e-3, 1, 25)) + 2e-3
+    assert chosen < nll(suspicion > math.inf, 1.0)
+
+
+def test_wrong_and_right_voxels_weigh_the_same_in_the_loss():
+    voxels, network = sample(60), _network(CLASSES).eval().requires_grad_(False)
+    loss = _selection_loss(network, voxels, CPU)
+    with torch.no_grad():
+        log_p = network(voxels.logits.log_softmax(1)).log_softmax(1)
+    parts = []
+    for wrong in (0, 1):
+        own = voxels.wrong == bool(wrong)
+        weights = torch.from_numpy(voxels.weights)[own]
+        parts.append(float(-(log_p[own, wrong].double() @ weights) / weights.sum()))
+    assert float(loss(slice(None))) == pytest.approx(sum(parts) / 2, rel=1e-5)
+    index = torch.tensor([3, 8])
+    assert float(loss(index)) == pytest.approx(float(torch.stack([loss(index[:1]), loss(index[1:])]).mean()), rel=1e-5)
+
+
+def test_a_selector_starts_from_the_log_probabilities():
+    first, *_ = _network(CLASSES)
+    assert torch.equal(first.weight, torch.eye(CLASSES))
+    assert not first.bias.any()
+    widths = [layer.weight.shape for layer in _network(CLASSES) if isinstance(layer, torch.nn.Linear)]
+    assert widths == [(3, 3), (6, 3), (3, 6), (2, 3)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_of_least_squares_are_those_of_a_search_on_the_simplex(seed):
+    voxels, beta = sample(seed=seed), torch.tensor(0.4 + 0.3 * seed, dtype=torch.float64)
+    logits, weights = voxels.logits.double(), voxels.weights / voxels.weights.sum()
+    parts = torch.stack(_log_parts(logits, beta), 1).exp().numpy()
+    one_hot = np.eye(CLASSES)[voxels.labels]
+
+    def error(w):
+        return float(weights @ ((np.einsum("i,nic->nc", w, parts) - one_hot) ** 2).sum(1))
+
+    found = _least_squares(logits, voxels.labels, weights, beta)
+    simplex = {"type": "eq", "fun": lambda w: w.sum() - 1}
+    best = minimize(error, np.full(3, 1 / 3), bounds=[(0, 1)] * 3, constraints=simplex, options={"ftol": 1e-14})
+    assert found.sum() == pytest.approx(1)
+    assert (found >= 0).all()
+    assert error(found) <= best.fun + 1e-9
