@@ -108,11 +108,11 @@ class TemperatureScaling(HasTemperature, Calibrator):
 
     def _fit(self, data: FitData) -> Fitted:
         identity, sample = _first_pass(data.cases, data.seed)
-        start = 1.0
-        if temperature_sums(sample, start).count:
+        start, before = 1.0, temperature_sums(sample, 1.0)
+        if before.count:
 
             def on_sample(beta: float) -> tuple[float, float, float]:
-                return temperature_sums(sample, beta).by_beta(beta)
+                return (before if beta == 1.0 else temperature_sums(sample, beta)).by_beta(beta)
 
             start = newton_1d(on_sample, start, (LOWEST, HIGHEST), tolerance=TOLERANCE).value
         return self.refine(data.cases, start, identity.nll / identity.count, identity.count)

@@ -85,8 +85,7 @@ def gradient_cost(experts: int, outputs: int, columns: int, voxels: int) -> FitC
 
 def check_cost(name: str, num_classes: int, cost: FitCost | None, known: Mapping[str, Callable[[], Costly]]) -> None:
     """Raise if a fit takes more than its share of free memory, and suggest which ``known`` calibrators fit."""
-    budget = SHARE * available_memory()
-    if cost is None or cost.memory <= budget:
+    if cost is None or cost.memory <= (budget := SHARE * available_memory()):
         return
     costs = {other: kind().cost(num_classes) for other, kind in known.items()}
     smaller = [other for other, own in costs.items() if own is None or own.memory <= budget]

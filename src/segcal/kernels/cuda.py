@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from segcal.kernels import cuda_experts as experts
 from segcal.kernels import cuda_loops as loops
@@ -42,6 +43,8 @@ _FEW = 24
 _TILE_BLOCK, _TILE, _WARPS = 64, 2048, 8
 # Copies of the histograms, and numbers in all of them (32 MB).
 _COPIES, _CELLS = 64, 2**22
+# The tables of expert maps by their weights, with what they were made for, and the bias so that its id stays its own.
+_EXPERT_TABLES: Any = WeakTensorKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +297,18 @@ def _rows(classes: int) -> int:
 
 
 def _expert_tables(expert_map: ExpertMap, device: torch.device, rows: int) -> tuple[Tensor, ...]:
+    """``_tables_of``, kept while the weights live: making them takes Python longer than the device maps an image."""
+    weight, bias = expert_map.weight, expert_map.bias
+    if weight.is_inference() or bias.is_inference():  # these do not say whether they were changed
+        return _tables_of(expert_map, device, rows)
+    made_for = expert_map.features, id(bias), weight._version, bias._version, device, rows
+    if weight not in _EXPERT_TABLES or _EXPERT_TABLES[weight][0] != made_for:
+        _EXPERT_TABLES[weight] = made_for, bias, _tables_of(expert_map, device, rows)
+    tables: tuple[Tensor, ...] = _EXPERT_TABLES[weight][-1]
+    return tables
+
+
+def _tables_of(expert_map: ExpertMap, device: torch.device, rows: int) -> tuple[Tensor, ...]:
     """Weights ``(E, inputs, rows)``, tilt and bias ``(E, rows)`` of the loop, in float32; zero beyond the classes."""
     classes, features = expert_map.num_classes, expert_map.features
     weight, bias = expert_map.weight.double(), expert_map.bias.double()

@@ -170,11 +170,17 @@ class Voxels:
 
     def first_valid(self) -> tuple[int | slice, ...] | None:
         """The index in ``logits`` of the first voxel that counts, all its classes; None if there is none."""
+        if self.labels.numel() and self._counts(first := (0,) * self.labels.ndim):
+            return self._of_logits(first)
         for piece in self.pieces():
             valid = self.valid(piece).nonzero()
             if len(valid):
                 return self._of_logits(self._index(piece.offset + int(valid[0, 0])))
         return None
+
+    def _counts(self, index: tuple[int, ...]) -> bool:
+        counts = self.ignore_index is None or int(self.labels[index]) != self.ignore_index
+        return counts and (self.mask is None or bool(self.mask[index]))
 
     def _index(self, flat: int) -> tuple[int, ...]:
         return tuple(int(i) for i in np.unravel_index(flat, tuple(self.labels.shape)))
