@@ -1,4 +1,4 @@
-"""segcal and its peers on a CUDA device: ``python benchmarks/gpu.py [--images 50] [--without-triton]``.
+"""segcal and its peers on a CUDA device: ``python benchmarks/gpu.py [--images 50] [--methods ts] [--without-triton]``.
 
 Logits of 19 x 256 x 512 in float32 lie on the device. Times are medians of several calls after one that compiles, with
 the device waited for, and in brackets how long the device worked in one call: the rest is Python. ``copies`` is how
@@ -22,12 +22,14 @@ import segcal
 from segcal.synthetic import scenes
 
 CLASSES, IMAGE = 19, (256, 512)
+METHODS = ("ts", "dc", "cms-op", "cms-ap", "isotonic")
 
 
-def begin(about: str, made: int = 10) -> tuple[Tensor, Tensor]:
-    """Read the arguments, say what is measured on what, and return the data."""
+def begin(about: str, made: int = 10) -> tuple[Tensor, Tensor, list[str]]:
+    """Read the arguments, say what is measured on what, and return the data and the methods."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=50)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--without-triton", action="store_true")
     arguments = parser.parse_args()
     images = arguments.images
@@ -39,7 +41,7 @@ def begin(about: str, made: int = 10) -> tuple[Tensor, Tensor]:
     logits, labels = data(images, made)
     size = f"{images} x {CLASSES} x {IMAGE[0]} x {IMAGE[1]} float32, {logits.numel() * 4 / 1e9:.2f} GB"
     print(f"{size}, {labels.numel() / 1e6:.2f} megapixels on the device")
-    return logits, labels
+    return logits, labels, arguments.methods
 
 
 def data(images: int, made: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +108,7 @@ def peers(logits: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     assert __doc__ is not None
-    logits, labels = begin(__doc__)
+    logits, labels, methods = begin(__doc__)
     size = logits.numel() * 4
     copy = seconds(lambda there: there.copy_(logits), 20, torch.empty_like(logits))
 
@@ -123,7 +125,7 @@ def main() -> None:
     for name, function in peers(logits, labels).items():
         show(name, function, 1 if "fit" in name else 5)
     fitted = {}
-    for method in ("ts", "dc", "cms-op", "cms-ap", "isotonic") if sys.modules["triton"] else ("ts",):
+    for method in methods if sys.modules["triton"] else ("ts",):
         calibrator = segcal.CALIBRATORS[method]()
         show(f"{method} fit, all voxels", lambda c=calibrator: c.fit(logits, labels, voxels="all"), 3)
         report = calibrator.fit_report

@@ -31,7 +31,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 def main() -> None:
     assert __doc__ is not None
-    logits, labels = begin(__doc__, SCENES)
+    logits, labels, _ = begin(__doc__, SCENES)
     for method in ("lts-ti", "lts", "ibts", "selective", "trust"):
         torch.cuda.reset_peak_memory_stats()
         calibrator = segcal.CALIBRATORS[method]()

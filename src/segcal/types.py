@@ -156,10 +156,8 @@ class Case:
         (torch.Size([1, 6, 32, 40]), torch.Size([1, 32, 40]))
     """
 
-    def __init__(
-        self, source: CaseSource, device: torch.device | None = None, chunk_values: int = CHUNK_VALUES
-    ) -> None:
-        self.source, self.device, self.chunk_values = source, device, chunk_values
+    def __init__(self, source: CaseSource, device: torch.device | None = None) -> None:
+        self.source, self.device = source, device
         self._read: dict[str, Tensor | None] = {}
 
     @property
@@ -283,14 +281,14 @@ class Case:
         _ = self.logits, self.labels, self.mask
         return self
 
-    def chunks(self, values: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, values: int = CHUNK_VALUES) -> Iterator[Chunk]:
         """Pieces of about ``values`` scores (voxels times classes), at least one row each, in order.
 
         Only one is in memory at a time, unless the case was already read or its format cannot be read in parts.
         """
         if not self.source.sliceable:
             self.load()
-        for rows in row_slices(self.shape, values or self.chunk_values):
+        for rows in row_slices(self.shape, values):
             yield self.chunk(rows)
 
     def logit_rows(self) -> Iterator[tuple[slice, Tensor]]:

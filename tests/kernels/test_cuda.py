@@ -139,11 +139,15 @@ def test_a_label_out_of_range_is_named() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.7, 5.0])
-def test_temperature_sums(beta: float) -> None:
+def test_temperature_sums(beta: float, monkeypatch) -> None:
     given = voxels(5, mask=marks((2, 9, 8)) < 0.8)
-    *found, last = cuda.temperature_sums(given, beta).tolist()
-    assert last == 0
-    assert found == pytest.approx(list(temperature_definition(given, beta)), rel=1e-6)
+    expected = temperature_definition(given, beta)
+    monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
+    assert fitting_passes.temperature_sums(given, beta) == pytest.approx(expected, rel=1e-6)
+    # More launches than are added up together.
+    many = 2 * fitting_passes._TOGETHER + 3
+    total = fitting_passes.end_sums(fitting_passes.begin_sums(given, beta) for _ in range(many))
+    assert total == pytest.approx([many * own for own in expected], rel=1e-6)
 
 
 def test_survey() -> None:

@@ -20,8 +20,6 @@ from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind
 
 # The number of cases that the images of a tensor are divided into, if there are that many.
 _TENSOR_CASES = 10
-# The same on a GPU, and scores of a chunk there: every launch takes Python a while, and nothing has to be read.
-_GPU_CASES, _GPU_VALUES = 5, 2**26
 
 
 @dataclass(frozen=True)
@@ -142,14 +140,13 @@ def batch_as_cases(batch: Batch, ignore_index: int) -> CaseSet:
     labels, mask = batch.labels, batch.mask
     refs = []
     # Several images make a case: few enough to hold some cases out, enough to keep the overhead per case small.
-    count, values = (_GPU_CASES, _GPU_VALUES) if logits.is_cuda else (_TENSOR_CASES, CHUNK_VALUES)
-    size = max(1, min(len(logits) // count, values // max(1, logits[:1].numel())))
+    size = max(1, min(len(logits) // _TENSOR_CASES, CHUNK_VALUES // max(1, logits[:1].numel())))
     for n in range(0, len(logits), size):
         some = slice(n, n + size)
         source = TensorSource(
             f"tensors[{n}]", logits[some], labels[some], None if mask is None else mask[some], ignore_index
         )
-        refs.append(CaseRef(source.id, partial(Case, source, chunk_values=values), memory=logits.device.type))
+        refs.append(CaseRef(source.id, partial(Case, source), memory=logits.device.type))
     return CaseSet(refs, num_classes=logits.shape[1], ignore_index=ignore_index)
 
 

@@ -37,6 +37,9 @@ from segcal.scores import DEPTH
 _LAUNCH = 2**23
 # Voxels of a block, and programs that take the blocks in turn: 32 warps for each of an H200's processors.
 _BLOCK, _PROGRAMS = 64, 132 * 32
+# Voxels of a block of statistics, and registers of its threads: with one voxel and half of the registers for each
+# thread, twice as many warps of an H200 hide each other's waiting.
+_TALLY_BLOCK, _TALLY_REGISTERS = 32, 64
 # Up to how many classes a thread has all scores of a voxel.
 _FEW = 24
 # Voxels of a tile of scores, numbers of it that a warp holds in registers, and the most warps that share one.
@@ -114,20 +117,22 @@ def tally(voxels: Voxels, threads: int) -> Tally:
     sizes = [math.prod(shape) for shape in shapes]
     copies = max(1, min(_COPIES, _CELLS // sum(sizes)))
     total: Tally | None = None
-    blocks, per_image = walk.blocks()
+    size, registers = (_TALLY_BLOCK, _TALLY_REGISTERS) if bins else (_BLOCK, None)
+    blocks, per_image = walk.blocks(size)
     programs, width = min(_PROGRAMS, blocks), max(classes, 8)
     others = [_flat(own, device) for own in (voxels.slots, voxels.uncalibrated)]
     *top_tables, top_steps = _tables(top, torch.float64, device)
     *class_tables, class_steps = _tables(by_class, torch.float32, device)
-    for start in range(0, blocks, _LAUNCH // _BLOCK):
-        stop = min(start + _LAUNCH // _BLOCK, blocks)
+    for start in range(0, blocks, _LAUNCH // size):
+        stop = min(start + _LAUNCH // size, blocks)
         cells, sums, bad = _zeros(device, (copies, sum(sizes)), (programs, slots * loops.COLUMNS * width))
         loops.tally_loop[(programs,)](
             *walk.tensors, *(bad if own is None else own for own in others), *top_tables, *class_tables, cells, sums,
             bad, start, stop, per_image, walk.voxels, *walk.sizes, walk.ignored, beta, depth, voxels.energy_shift,
             slots, len(top), bins, width, sum(sizes), copies,
-            BLOCK=_BLOCK, MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None,
+            BLOCK=size, MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None,
             SCALED=depth < math.inf, CLASSWISE=bins > 0, TOP_STEPS=top_steps, CLASS_STEPS=class_steps, num_warps=1,
+            maxnreg=registers,
         )  # fmt: skip
         found = torch.cat((cells.sum(0), sums.sum(0).view(torch.int64), bad)).cpu().numpy()
         if found[-1]:
@@ -222,18 +227,18 @@ def _tables(grid: BinGrid, dtype: torch.dtype, device: torch.device) -> tuple[An
 
 
 def temperature_sums(voxels: Voxels, beta: float) -> Tensor:
-    """Count, NLL, slope and curvature of the valid voxels, and 0 if all are fit, on their device ``(5,)``.
+    """Sums of the valid voxels, in parts, and how far from the end the first unfit one is; ``end_sums`` adds up.
 
     See ``segcal.kernels.fitting_passes``.
     """
     walk = Walk.of(voxels)
     blocks, per_image = walk.blocks()
-    _, sums, bad = _zeros(walk.logits.device, (0,), (min(_PROGRAMS, blocks), 4))
-    loops.temperature_loop[(len(sums),)](
-        *walk.tensors, sums, bad, blocks, per_image, walk.voxels, *walk.sizes, walk.ignored, beta,
-        BLOCK=_BLOCK, MASKED=walk.masked, num_warps=1,
+    parts = torch.zeros(4 * _PROGRAMS + 1, dtype=torch.float64, device=walk.logits.device)
+    loops.temperature_loop[(min(_PROGRAMS, blocks),)](
+        *walk.tensors, parts, parts[-1:].view(torch.int64), blocks, per_image, walk.voxels, *walk.sizes, walk.ignored,
+        beta, BLOCK=_BLOCK, MASKED=walk.masked, num_warps=1,
     )  # fmt: skip
-    return torch.cat((sums.sum(0), bad))
+    return parts
 
 
 def survey(voxels: Voxels, edges: Tensor) -> tuple[Tensor, float, bool]:

@@ -32,6 +32,8 @@ _NUMBERS = 2**23
 # Voxels of a contiguous image that a device takes at a time; and binary digits of a probability's share of its bin's
 # centre, of which 2^31 voxels can be added up.
 _DEVICE_VOXELS, _FRACTION = 2**20, 32
+# Results of launches, 0.1 MB each, that a device adds up together.
+_TOGETHER = 64
 
 
 class Survey(NamedTuple):
@@ -131,7 +133,7 @@ def temperature_sums(voxels: Voxels, beta: float) -> TemperatureSums:
     """
     found = begin_sums(voxels, beta)
     if isinstance(found, Tensor):
-        *_, last = found.tolist()
+        ((*_, last),) = _added([found])
         if last:
             raise voxels.bad_voxel(voxels.labels.numel() - int(last))
         return end_sums([found])
@@ -148,12 +150,28 @@ def begin_sums(voxels: Voxels, beta: float) -> TemperatureSums | Tensor:
 
 def end_sums(parts: Iterable[TemperatureSums | Tensor]) -> TemperatureSums:
     """The total of what ``begin_sums`` returned; NaN if a voxel is unfit."""
-    parts = list(parts)
-    on_device = [part for part in parts if isinstance(part, Tensor)]
-    total = sum((part for part in parts if not isinstance(part, Tensor)), TemperatureSums())
-    for count, *sums, last in torch.stack(on_device).tolist() if on_device else ():
+    total, waiting, found = TemperatureSums(), [], []
+    for part in parts:
+        if isinstance(part, Tensor):
+            waiting.append(part)
+        else:
+            total += part
+        if len(waiting) == _TOGETHER:
+            found += _added(waiting)
+            waiting = []
+    for count, *sums, last in found + (_added(waiting) if waiting else []):
         total += TemperatureSums(int(count), *sums) if not last else TemperatureSums(0, *[math.nan] * 3)
     return total
+
+
+def _added(parts: list[Tensor]) -> list[list[float]]:
+    """Count, NLL, slope and curvature of each of the device's parts, and 0 if all its voxels are fit."""
+    stacked = torch.stack(parts)
+    sums = stacked[:, :-1].reshape(len(parts), -1, 4).sum(1)
+    # As a number of its own kind: as a float64, a small whole number is next to nothing.
+    last = stacked.view(torch.int64)[:, -1:].double()
+    rows: list[list[float]] = torch.cat((sums, last), 1).tolist()
+    return rows
 
 
 def slope_and_variance(p: Tensor, d: Tensor, own: Tensor, axis: int) -> tuple[Tensor, Tensor]:
