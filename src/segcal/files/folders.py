@@ -60,7 +60,12 @@ class OwnFolder:
             self._text = appended_text(self._journal)
             header, *self.records = self._read() or [{}]
             self._own = header.get("holds") == holds
-            if folder.is_dir() and any(folder.iterdir()) and not self._own and (header or not shared):
+            # A run that was killed just as it began leaves a journal that is empty or cut off.
+            unbegun = not header and "\n" not in self._text
+            items = list(folder.iterdir()) if folder.is_dir() else []
+            if [item.name for item in items] == [JOURNAL] and unbegun:
+                items = []
+            if items and not self._own and (header or not shared):
                 problem = f"holds {header['holds']} already" if "holds" in header else "is not empty"
                 problem += f", not {holds} that could be resumed" if resume else ""
                 raise OutputError(problem, where=str(folder), expected="a new folder", fix="choose another folder")
@@ -134,10 +139,10 @@ class OwnFolder:
                     "another process has written here", where=str(self.folder), fix="choose another folder"
                 )
             self._made = made
+        if self._cut:  # The program was killed while writing the last line.
+            self._append("\n")
         if not self._own:
             self._append(json.dumps({"holds": self._holds}) + "\n")
-        elif self._cut:  # The program was killed while writing the last line.
-            self._append("\n")
 
     def _append(self, text: str) -> None:
         with writing(self._journal):
