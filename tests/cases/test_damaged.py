@@ -106,6 +106,29 @@ def test_tiff_pages_in_a_circle_or_beyond_the_end(tmp_path):
         assert_refuses(path, "pages run in a circle|beyond its end")
 
 
+def test_tiff_that_decodes_to_nothing(tmp_path):
+    """Found by fuzzing: without a compression and with no bits a sample, tifffile returns an empty array."""
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.ones((6, 8), np.uint8), compression="zlib")
+    with tifffile.TiffFile(path) as tiff:
+        code = tiff.pages[0].tags["Compression"].offset
+    data = bytearray(path.read_bytes())
+    data[code : code + 2] = bytes(2)
+    path.write_bytes(data)
+    tiff_tag(path, "BitsPerSample", 0)
+    assert_refuses(path, "decoded, it has shape")
+
+
+@pytest.mark.parametrize("attributes", [7, "ab"])
+def test_zarr_attributes_that_are_no_table(tmp_path, attributes):
+    """Found by fuzzing: zarr opens such an array, and fails when it is asked for an attribute."""
+    path = tmp_path / "a.zarr"
+    zarr.create_array(str(path), data=np.ones((6, 8), np.float32), chunks=(6, 8))
+    description = json.loads((path / "zarr.json").read_text())
+    (path / "zarr.json").write_text(json.dumps({**description, "attributes": attributes}))
+    assert_refuses(path, "attributes in its description are no table")
+
+
 def test_zarr_shape_of_which_next_to_nothing_is_stored(tmp_path):
     root = plain(tmp_path, count=1)
     (root / "logits" / "case0.npy").unlink()
@@ -172,6 +195,24 @@ def test_no_flipped_bit_changes_a_value_unnoticed(tmp_path, suffix):
             continue
         np.testing.assert_array_equal(values, truth)
     assert refused > 8
+
+
+def test_h5_chunk_that_is_stored_but_not_found(tmp_path):
+    """Found by fuzzing: HDF5 reads the fill value where an entry of its index of chunks is damaged."""
+    path, array = tmp_path / "a.h5", np.arange(1, 1201, dtype=np.float32).reshape(40, 30)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("a", data=array, chunks=(10, 30), fletcher32=True)
+        file.create_dataset("sparse", (40, 30), "f4", chunks=(10, 30))[10:20] = 1
+    assert (open_array(path, key="sparse").read() == 0).sum() == 900  # chunks that were never stored
+    assert open_array(path, key="a").read((slice(5, 5), slice(None))).shape == (0, 30)
+    data = bytearray(path.read_bytes())
+    # A node of the index: 24 bytes, then for every chunk its size and mask, its place, and a place that is always 0.
+    data[data.index(b"TREE\x01") + 24 + 8 + 2 * 8] ^= 8
+    path.write_bytes(data)
+    for rows in (slice(None), slice(7, 12)):
+        with pytest.raises(DataError, match=r"a\.h5.*the chunk at \(0, 0\) is stored, but cannot be found"):
+            open_array(path, key="a").read((rows, slice(None)))
+    assert np.array_equal(open_array(path, key="a").read((slice(10, 40), slice(None))), array[10:])
 
 
 def test_gzip_length_and_trailing_garbage(tmp_path):

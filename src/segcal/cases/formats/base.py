@@ -118,7 +118,10 @@ class WholeFile(ArrayFile):
 
     def _read(self, index: Index) -> Array:
         if self._array is None:
-            self._array = self._decode()
+            array = self._decode()
+            if array.shape != self.shape:
+                raise damaged(f"decoded, it has shape {array.shape}, and its header says {self.shape}")
+            self._array = array
         return self._array[index]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,27 @@ class H5File(base.ArrayFile):
 
     def _read(self, index: base.Index) -> base.Array:
         with HDF5.import_library().File(self.path, "r") as file:
-            return np.asarray(file[self.key][index])
+            data = file[self.key]
+            part = np.asarray(data[index])
+            if data.chunks is not None:
+                _check_found(data, index, part)
+            return part
+
+
+def _check_found(data: Any, index: base.Index, part: base.Array) -> None:
+    """Raise if a chunk reads as the fill value because its entry in the index, which no checksum covers, is damaged."""
+    windows = [range(*own.indices(size)) for own, size in zip(index, data.shape, strict=True)]
+    firsts = [range(own.start // n * n, own.stop, n) for own, n in zip(windows, data.chunks, strict=True)]
+    fill = data.fillvalue
+    for start in itertools.product(*firsts):
+        corners = zip(start, data.chunks, windows, strict=True)
+        block = part[tuple(slice(max(0, k - own.start), k + n - own.start) for k, n, own in corners)]
+        if block.size and block.flat[0] == fill and (block == fill).all():
+            try:
+                if data.id.get_chunk_info_by_coord(start).byte_offset is not None:
+                    data.id.read_direct_chunk(start)
+            except RuntimeError:
+                raise base.damaged(f"the chunk at {start} is stored, but cannot be found") from None
 
 
 def _check_sources(data: Any, path: Path, above: tuple[tuple[Path, str], ...]) -> None:

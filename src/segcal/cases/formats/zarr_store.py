@@ -7,7 +7,7 @@ complete cannot be opened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class ZarrFile(base.ArrayFile):
         if hasattr(node, "array_keys"):
             self.key = base.pick_key(sorted(node.array_keys()), key, usual)
             node = node[self.key]
+        if not isinstance(node.metadata.attributes, Mapping):
+            raise base.damaged("the attributes in its description are no table")
         self._node, self.chunk = node, node.chunks
         # The shape that one file holds: that of a shard, or of a chunk if there are no shards.
         self._outer: tuple[int, ...] = node.shards or node.chunks
