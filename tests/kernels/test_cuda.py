@@ -144,10 +144,14 @@ def test_temperature_sums(beta: float, monkeypatch) -> None:
     expected = temperature_definition(given, beta)
     monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
     assert fitting_passes.temperature_sums(given, beta) == pytest.approx(expected, rel=1e-6)
-    # More launches than are added up together.
-    many = 2 * fitting_passes._TOGETHER + 3
-    total = fitting_passes.end_sums(fitting_passes.begin_sums(given, beta) for _ in range(many))
-    assert total == pytest.approx([many * own for own in expected], rel=1e-6)
+
+
+def test_temperature_sums_of_more_launches_than_are_added_up_together(monkeypatch) -> None:
+    monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
+    monkeypatch.setattr(fitting_passes, "_TOGETHER", 2)
+    given = [voxels(3)] * 5
+    total = fitting_passes.end_sums(fitting_passes.begin_sums(own, 0.7) for own in given)
+    assert total == pytest.approx([5 * own for own in temperature_definition(given[0], 0.7)], rel=1e-6)
 
 
 def test_survey() -> None:
@@ -201,6 +205,18 @@ def test_expert_maps(features: str, routed: bool, classes: int) -> None:
     assert not keep or torch.equal(found.argmax(1), z.argmax(1))
     flat, same = (own.movedim(1, -1).reshape(-1, classes)[:some] for own in (z, found.double()))
     assert_close(cuda.apply_experts(flat, mapping, keep=keep), same, terms)
+
+
+@pytest.mark.parametrize("changed", ["weight", "bias"])
+def test_a_map_whose_parameters_change_in_place_maps_otherwise(changed: str) -> None:
+    weight, bias = torch.eye(3, device=DEVICE)[None] + 0.1, torch.full((1, 3), 0.1, device=DEVICE)
+    mapping, z = ExpertMap("margins", weight, bias), voxels(3).logits
+    before = cuda.apply_experts(z, mapping, keep=True)
+    assert torch.equal(cuda.apply_experts(z, mapping, keep=True), before)
+    getattr(mapping, changed).mul_(3)
+    after = cuda.apply_experts(z, mapping, keep=True)
+    assert torch.equal(after, cuda.apply_experts(z, ExpertMap("margins", weight.clone(), bias.clone()), keep=True))
+    assert not torch.equal(after, before)
 
 
 def test_bins_and_knots() -> None:
