@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from calibrators.local_cases import untrained
+from calibrators.local_cases import Tensors, case_set, untrained
 from multilabel import channels, stacked
 from segcal.calibrators import (
     CALIBRATORS,
@@ -20,7 +20,7 @@ from segcal.calibrators import (
 )
 from segcal.calibrators.base import LogUniform
 from segcal.calibrators.module import check_num_classes
-from segcal.calibrators.per_channel import split_channels
+from segcal.calibrators.per_channel import channel_pieces, split_channels
 from segcal.errors import InputError
 from segcal.kernels.grid import LIMIT, LOGIT_BINS
 from segcal.synthetic import scenes
@@ -129,6 +129,28 @@ def test_every_channel_sees_its_own_image_or_the_one_of_all():
     for image, expected in ((images, (images[:1], images[1:])), (images[1:], (images[1:],) * 2)):
         found = [seen for _, _, seen in calibrator._by_channel(logits, image)]
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_case_that_cannot_be_sliced_is_decoded_once_for_all_channels():
+    class Whole(Tensors):
+        sliceable, reads = False, 0
+
+        def logits(self, rows):
+            self.reads += 1
+            return super().logits(rows)
+
+    calibrator = TemperatureScaling().fit(stacked(**channels(2, {"liver": 1.0, "tumour": 2.0}, size=(8, 8))))
+    source = Whole("0", torch.zeros(2, 2, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long), None)
+    ((rows, found),) = channel_pieces(calibrator.per_channel, case_set(source)[0])
+    assert (rows, found.shape) == (slice(0, 8), (2, 2, 8, 8))
+    assert source.reads == 1
+
+
+def test_pieces_of_an_ensemble_keep_no_graph():
+    calibrator = Ensemble().fit(scenes(2, size=(8, 8), num_classes=3))
+    z = torch.zeros(1, 3, 8, 8, requires_grad=True)
+    case = case_set(Tensors("0", z, torch.zeros(1, 8, 8, dtype=torch.long), None))[0]
+    assert not any(found.requires_grad for _, found in calibrator.pieces(case))
 
 
 def test_trust_says_its_temperature_and_its_maps_stay_within_twice_the_limit():
