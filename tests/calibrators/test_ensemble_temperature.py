@@ -198,3 +198,15 @@ def test_impossible_classes_are_fitted_as_they_are_applied():
 def test_unknown_objectives_are_refused():
     with pytest.raises(InputError, match="objective is 'ece'"):
         EnsembleTemperatureScaling("ece")
+
+
+def test_weights_of_least_squares_that_are_worse_than_the_identity_are_not_kept(monkeypatch):
+    z, y = noisy(500)
+    monkeypatch.setattr(temperature, "_least_squares", lambda *_: np.array([0.0, 0.0, 1.0]))
+    calibrator = EnsembleTemperatureScaling("mse").fit(z, y)
+    assert calibrator.weights.tolist() == [1, 0, 0]
+    assert "no mixture is better than the temperature alone, which is kept" in calibrator.fit_report.notes
+    alone = TemperatureScaling().fit(z, y)
+    torch.testing.assert_close(calibrator(z), alone(z), atol=1e-5, rtol=0)
+    assert calibrator.fit_report.nll_after == pytest.approx(alone.fit_report.nll_after, rel=1e-6)
+    assert calibrator.fit_report.iterations == alone.fit_report.iterations  # those of the temperature are all

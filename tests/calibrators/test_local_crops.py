@@ -71,6 +71,40 @@ def test_windows_cover_the_space_once_and_know_their_labels():
     assert len(_boxes((4, 21, 40), SIDES)) == 4 * len(boxes)  # slices of a volume
 
 
+def test_sums_over_windows_of_a_volume_are_those_of_plain_loops():
+    values = torch.rand(2, 5, 21, 40, generator=torch.Generator().manual_seed(0)).double()
+    case = Tensors("volume", torch.zeros(2, 3, 5, 21, 40), torch.zeros(2, 5, 21, 40), None)
+    (case,) = case_set(case)
+    for sides in ((2, 8, 16), (8, 16)):
+        found = _window_sums(case, sides, [(slice(0, 3), values[:, :3]), (slice(3, 5), values[:, 3:])])
+        plain = [values[(slice(None), *(slice(*one) for one in box))].sum() for box in _boxes((5, 21, 40), sides)]
+        torch.testing.assert_close(found.flatten(), torch.stack(plain))
+
+
+def test_two_cases_of_which_all_voxels_count_are_read_whole():
+    data = cases(2)
+    assert source(data, share=1e-4).voxels < valid_voxels(data)
+    assert source(data, "all", share=1e-4).voxels == valid_voxels(data)
+
+
+def test_an_image_with_one_temperature_has_32_crops_at_most():
+    data = cases(2, size=(64, 160))  # 80 windows each
+    for per_image, count in ((True, 32), (False, 80)):
+        (part,) = source(data, per_image=per_image).parts()
+        assert [int((part.owner == image).sum()) for image in (0, 1)] == [count, count]
+
+
+def test_batches_of_images_end_once_they_are_large_enough():
+    found = source(cases(5), per_image=True)  # 9 windows each, and a batch is 8
+    assert [crops.owner.unique().tolist() for crops in found.batches()] == [[0], [1], [2], [3], [4]]
+
+
+def test_few_crops_are_used_again_until_there_were_sixteen_batches():
+    found = source(cases(1, size=(8, 16)))  # one window
+    assert len(list(found.batches(torch.Generator()))) == 1
+    assert len(list(found.epoch(torch.Generator()))) == 16
+
+
 def test_sides_are_those_of_the_largest_case():
     both = case_set(*(Tensors(str(n), torch.zeros(1, 3, n, 90), torch.zeros(1, n, 90), None) for n in (5, 30)))
     assert crop_sides(both, 2) == (30, 64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from segcal.calibrators import TemperatureScaling
+from segcal.calibrators import TemperatureScaling, temperature
 from segcal.synthetic import GaugeOffsets, Temperature, scenes, true_calibration_error
 
 
@@ -12,16 +12,16 @@ def nll(z, y, beta):
     return float(torch.nn.functional.cross_entropy(beta * z.double(), y, ignore_index=255))
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
-def test_planted_temperature_is_recovered(temperature):
-    cases = scenes(6, size=(64, 80), plant=[Temperature(temperature), GaugeOffsets(5.0)], coherence=0)
+@pytest.mark.parametrize("planted", [0.4, 1.0, 2.5])
+def test_planted_temperature_is_recovered(planted):
+    cases = scenes(6, size=(64, 80), plant=[Temperature(planted), GaugeOffsets(5.0)], coherence=0)
     calibrator = TemperatureScaling().fit(cases)
-    assert calibrator.temperature == pytest.approx(temperature, rel=0.03)
+    assert calibrator.temperature == pytest.approx(planted, rel=0.03)
     before = after = 0.0
     for case in cases:
         before += true_calibration_error(case.logits.log_softmax(1), case.posterior).kl
         after += true_calibration_error(calibrator(case.logits), case.posterior).kl
-    assert after < 0.05 * before or temperature == 1.0
+    assert after < 0.05 * before or planted == 1.0
 
 
 def test_optimum_equals_scipys():
@@ -80,3 +80,31 @@ def test_logits_too_small_to_have_a_slope_are_scaled_all_the_same(scale, sign):
     best = minimize_scalar(lambda beta: nll(z, y, beta), bounds=(1e-3, 1e3), method="bounded")
     assert nll(z, y, float(calibrator.beta)) <= best.fun + 1e-8
     assert calibrator.temperature > 0
+
+
+def test_the_sample_to_start_from_has_as_many_voxels_of_each_case(monkeypatch):
+    cases = scenes(2, size=(32, 40))
+    total, sample = temperature._first_pass(cases, 0)
+    assert total.count == len(sample.labels) == 2 * 32 * 40  # few enough to be taken whole
+    monkeypatch.setattr(temperature, "SAMPLE_VOXELS", 1000)
+    total, sample = temperature._first_pass(cases, 0)
+    assert total.count == 2 * 32 * 40
+    assert len(sample.labels) == 1000
+    own = {tuple(z) for z in cases[1].logits.flatten(2)[0].T.tolist()}
+    assert [tuple(z) in own for z in sample.logits.tolist()] == [False] * 500 + [True] * 500
+
+
+def test_two_passes_are_enough(monkeypatch):
+    passes = []
+    sums = temperature._sums_at
+    monkeypatch.setattr(temperature, "_sums_at", lambda cases, beta: passes.append(beta) or sums(cases, beta))
+    TemperatureScaling().fit(scenes(3, size=(32, 40), plant=[Temperature(2.0)]))
+    assert 1 <= len(passes) <= 2
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-2, 3e-3])
+def test_the_unit_of_the_logits_is_that_of_the_temperature(unit):
+    z = torch.cat([case.logits for case in scenes(2, size=(32, 40), plant=[Temperature(2.0)])])
+    y = torch.cat([case.labels for case in scenes(2, size=(32, 40), plant=[Temperature(2.0)])])
+    expected = minimize_scalar(lambda beta: nll(z, y, beta), bounds=(0.1, 2.0), options={"xatol": 1e-9}).x
+    assert unit / TemperatureScaling().fit(unit * z, y).temperature == pytest.approx(expected, rel=3e-4)

@@ -63,3 +63,46 @@ def test_the_minimum_of_a_cubic_is_a_root_of_its_derivative(scale):
         found = _cubic_minimum(scale * rise, scale * slope, scale * end_slope)
         assert math.isclose(found, lowest[0], rel_tol=1e-9)
         assert 0 < found < 1
+
+
+def test_a_start_at_the_minimum_is_evaluated_once():
+    calls = []
+
+    def bowl(x):
+        calls.append(x)
+        return 0.5 * x.square().sum(1), x, torch.eye(2, dtype=x.dtype).expand(3, 2, 2)
+
+    assert newton_of_blocks(bowl, torch.zeros(3, 2, dtype=torch.float64), 0.0).converged
+    assert len(calls) == 1
+
+
+def test_steps_must_lower_the_function_and_not_only_mirror_the_point():
+    """Every Newton step on ``|x|^1.5`` ends at -x, where the function is the same."""
+
+    def power(x):
+        size = x.abs()
+        return size[:, 0] ** 1.5, 1.5 * x.sign() * size.sqrt(), (0.75 / size.sqrt()).unsqueeze(2)
+
+    found = newton_of_blocks(power, torch.tensor([[1.0], [-3.0]], dtype=torch.float64), 1e-4)
+    assert found.converged
+    assert float(found.x.abs().max()) < 1e-7
+
+
+def test_small_units_do_not_hide_a_step_that_runs_away():
+    def soft(x):
+        value = x.abs() + torch.log1p(torch.exp(-2 * x.abs())) - math.log(2)  # log cosh
+        return 1e-3 * value.sum(1), 1e-3 * x.tanh(), torch.diag_embed(1e-3 / x.cosh() ** 2)
+
+    found = newton_of_blocks(soft, torch.full((2, 1), 2.0, dtype=torch.float64), 1e-12)
+    assert found.converged
+    assert float(found.x.abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize(("steps", "enough"), [(100, True), (101, False)])
+def test_a_hundred_steps_are_made(steps, enough):
+    def falling(x):  # each step goes on by 1, and the slope after n of them is exp(-n)
+        e = torch.exp(-x)
+        return e[:, 0], -e, e.unsqueeze(2)
+
+    found = newton_of_blocks(falling, torch.zeros(1, 1, dtype=torch.float64), math.exp(0.5 - steps))
+    assert found.converged == enough

@@ -118,3 +118,14 @@ def test_too_few_passes_are_admitted():
 def test_a_start_without_a_value_is_refused():
     with pytest.raises(SegcalError):
         minimise(DampedNewton(lambda x: (np.nan, x), lambda x, _: [np.eye(1)]), [1.0])
+
+
+def test_a_step_beyond_the_domain_is_taken_back():
+    def whole(x):
+        with np.errstate(invalid="ignore"):
+            return float(np.sum(-np.log(1 - x) - 10 * x)), 1 / (1 - x) - 10
+
+    policy = DampedNewton(whole, lambda x, _: [np.diag(1 / (1 - x) ** 2)])
+    solution = minimise(policy, np.array([-1.0, 0.0]))  # a full step would go to 19, and the value is NaN from 1 on
+    assert solution.converged
+    np.testing.assert_allclose(solution.value, 0.9, atol=1e-8)

@@ -10,6 +10,7 @@ from torch import nn
 from segcal.errors import InputError
 from segcal.solvers import DampedNewton, Newton, adam, minimise
 from segcal.solvers.driver import Policy
+from segcal.solvers.solution import falls_on
 
 
 def bowl(x):
@@ -30,6 +31,20 @@ def test_without_steps_another_start_has_not_converged():
     solution = minimise(Newton(bowl), np.ones(3), max_steps=0)
     assert not solution.converged
     assert np.array_equal(solution.value, np.ones(3))
+    assert solution.evaluations == 1
+
+
+def test_a_single_step_to_the_minimum_of_a_bowl_is_not_flat():
+    solution = minimise(Newton(bowl), np.ones(3), max_steps=1)
+    assert solution.converged
+    assert not solution.flat
+
+
+@pytest.mark.parametrize(
+    ("step", "left", "falls"), [(5e-3, 0.2, True), (3e-3, 0.2, False), (5e-3, 0.05, False), (0.0, 1.0, False)]
+)
+def test_a_function_falls_on_where_a_long_step_leaves_much_of_its_slope(step, left, falls):
+    assert falls_on(np.array([0.0, -step]), np.array([3.0, 0.0]), left) == falls  # long: over 1e-3 (1 + 3)
 
 
 @pytest.mark.parametrize("values", [1, 3])
@@ -83,18 +98,15 @@ def test_solutions_and_policies_cannot_be_changed_and_solutions_are_themselves()
     damped = DampedNewton(lambda x: bowl(x)[:2], lambda x, blocks: [np.eye(len(x))])
     assert one == one
     assert one != other  # and not an array of comparisons
-    for frozen, name in ((policy, "problem"), (damped, "whole"), (one, "value")):
+    module = nn.Linear(1, 1)
+    training = adam(module, lambda x: module(x).sum(), lambda _: [torch.ones(1, 1)], lambda: 1.0, max_epochs=1)
+    for frozen, name in ((policy, "problem"), (damped, "whole"), (one, "value"), (training, "best")):
         with pytest.raises(FrozenInstanceError):
             setattr(frozen, name, None)
 
 
-def test_a_policy_says_how_to_judge():
-    class Careless(Policy):
-        def evaluate(self, x):
-            return bowl(x)
-
-        def aim(self, x, blocks):
-            pass
-
+@pytest.mark.parametrize("missing", ["evaluate", "aim", "judge"])
+def test_a_policy_says_how_to_step_and_how_to_judge(missing):
+    methods = {name: (lambda self, *rest: None) for name in ("evaluate", "aim", "judge") if name != missing}
     with pytest.raises(TypeError, match="abstract method"):
-        Careless()
+        type("Careless", (Policy,), methods)()

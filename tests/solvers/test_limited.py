@@ -34,3 +34,15 @@ def test_too_few_evaluations_are_said():
 def test_a_start_that_is_not_finite_is_refused():
     with pytest.raises(InputError, match="not finite at the start"):
         limited_memory(lambda x: (np.nan, x), np.zeros(2))
+
+
+def test_it_ends_once_ten_steps_have_gained_too_little():
+    curvature = np.geomspace(1.0, 1e4, 40)
+
+    def whole(x):
+        return 0.5 * float(curvature @ (x - 1) ** 2), curvature * (x - 1)
+
+    for gain in (1.0, 1e-2, 1e-4, 1e-6):
+        history = limited_memory(whole, np.zeros(40), gain=gain).history
+        assert history[-11] - history[-1] <= gain
+        assert history[-12] - history[-2] > gain

@@ -367,3 +367,83 @@ def test_a_refused_block_may_shorten_its_step_while_others_wait():
     assert solution.value[0] == 0
     assert abs(solution.value[1]) < 3
     assert solution.evaluations > 2
+
+
+def test_a_block_that_is_done_stays_where_it_is_while_others_move():
+    def problem(x):
+        return (
+            [0.5 * x[0] ** 2, np.cosh(x[1])],
+            np.array([x[0], np.sinh(x[1])]),
+            [np.eye(1), np.array([[np.cosh(x[1])]])],
+        )
+
+    witness = Witness(problem)
+    solution = minimise(Newton(witness), [1e-10, 3.0], blocks=[[0], [1]])
+    assert solution.converged
+    assert solution.evaluations > 3
+    assert {point[0] for point in witness.points} == {1e-10}
+
+
+def test_a_block_gives_up_after_twelve_refusals_in_a_row():
+    known = {1.0: (1.0, 1.0, 2.0), 0.5: (0.0, 1.0, 2.0)}  # finite at the start and after the first step only
+
+    def problem(x):
+        value, slope, curvature = known.get(float(x[0]), (math.nan,) * 3)
+        return value, np.array([slope]), np.array([[curvature]])
+
+    solution = minimise(Newton(problem), [1.0])
+    assert not solution.converged
+    assert (solution.iterations, solution.evaluations) == (1, 2 + 12)
+    assert solution.value == 0.5
+
+
+def test_three_level_steps_that_do_not_halve_the_certificate_are_rounding():
+    """The value does not change any more, and the slope is the same everywhere."""
+    solution = minimise(Newton(lambda x: (1.0, np.full(1, 1e-6), np.eye(1))), [0.0])
+    assert not solution.converged
+    assert solution.iterations == 3
+    assert "the rest is rounding" in solution.message
+
+
+def test_near_the_minimum_the_slope_decides_where_values_are_rounded():
+    centre = np.array([0.3, -0.2])
+
+    def problem(x):
+        return float(np.float32(1 + 0.5 * np.sum((x - centre) ** 2))), x - centre, np.eye(2)
+
+    solution = minimise(Newton(problem), centre + 1e-5, tolerance=1e-9)
+    assert solution.converged
+    np.testing.assert_allclose(solution.value, centre, atol=1e-9)
+
+
+@pytest.mark.parametrize("start", [1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0])
+def test_how_far_a_shortened_step_went_limits_the_next(start):
+    """On ``sqrt(1 + x^2)`` Newton's steps run away; after one that passed the minimum, the next is no longer."""
+
+    def problem(x):
+        root = np.sqrt(1 + x[0] ** 2)
+        return root, x / root, np.array([[root**-3]])
+
+    witness = Witness(problem)
+    solution = minimise(Newton(witness), [start])
+    assert solution.converged
+    points = [float(point[0]) for point in witness.points]
+    here, reach = points[0], math.inf
+    for trial in points[1:]:
+        assert abs(trial - here) <= reach * (1 + 1e-12)
+        if trial**2 < here**2:  # taken
+            full = -here * (1 + here**2)
+            shortened, passed = abs(trial - here) < 0.999 * abs(full), trial * here < 0 and abs(trial) > 0.2
+            reach = abs(trial - here) * (1 if passed else 2) if shortened else math.inf
+            here = trial
+
+
+def test_after_a_step_beyond_the_domain_the_next_is_at_most_twice_as_long_as_the_one_taken():
+    def problem(x):
+        return 0.5 * float(x[0] - 10) ** 2 if x[0] < 5 else math.nan, x - 10, np.eye(1)
+
+    witness = Witness(problem)
+    minimise(Newton(witness), [0.0], max_evaluations=4)
+    start, beyond, taken, after = (float(point[0]) for point in witness.points)
+    assert (start, beyond) == (0, 10)
+    assert taken < after <= 3 * taken < 5

@@ -5,6 +5,7 @@ import pytest
 
 from segcal.errors import InputError
 from segcal.solvers import Newton, SampledNewton, minimise
+from segcal.solvers.driver import Point
 from segcal.solvers.solution import Box
 from solvers.problems import Witness, identity, softmax_data, softmax_regression
 
@@ -245,3 +246,50 @@ def test_where_the_sample_sees_no_curvature():
     solution = minimise(SampledNewton(sample, whole), [5.0, 5.0], gain=1e-10, max_evaluations=400)
     assert solution.converged
     np.testing.assert_allclose(solution.value, centre, atol=1e-3)
+
+
+def test_a_sample_of_the_same_curvature_needs_one_step_from_its_own_minimum():
+    whole, _ = quadratic(0)
+    tilt = np.linspace(-1, 1, 6)
+
+    def sample(x):
+        value, gradient, hessian = whole(x)
+        return value + tilt @ x, gradient + tilt, hessian
+
+    solution = minimise(SampledNewton(sample, without_hessian(whole)), np.zeros(6), gain=1e-9)
+    assert solution.evaluations == 2
+    assert_minimum(solution, whole, np.zeros(6), tolerance=1e-8)
+
+
+def test_a_certificate_within_the_tolerance_ends_it_whatever_could_be_gained():
+    whole, sample = quadratic(1, noise=0.1)
+    loose, tight = (
+        minimise(SampledNewton(sample, without_hessian(whole)), np.ones(6), tolerance=tolerance)
+        for tolerance in (0.1, 1e-6)
+    )
+    assert loose.converged
+    assert tight.converged
+    assert 1e-3 < loose.certificate <= 0.1
+    assert tight.certificate <= 1e-6
+    assert loose.evaluations < tight.evaluations < 30
+
+
+def test_after_five_refusals_a_gain_below_the_error_of_the_function_is_no_longer_sought():
+    def bowl(x):
+        return 0.5 * float(x @ x), x, np.eye(1)
+
+    # Values that are rounded to 1, while the slope says that there is still something to gain: 5e-9.
+    whole = Witness(lambda x: (1.0, x + 1e-4))
+    solution = minimise(SampledNewton(bowl, whole), np.zeros(1))
+    assert solution.converged
+    assert (solution.evaluations, solution.iterations) == (6, 0)
+    assert solution.certificate == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(("value", "damping"), [(9.1, 0.2), (9.5, 0.8)])
+def test_damping_falls_after_a_step_that_was_as_good_as_predicted(value, damping):
+    policy, x = SampledNewton(quadratic(0)[0], quadratic(0)[0]), np.zeros(1)
+    block = policy.block(np.array([0]), Box(None, None, 1), Point(x, 10.0, x), 1e-8, 0.0)
+    block.damping, block.predicted = 0.8, 1.0
+    assert policy.judge(block, Point(x, value, x))
+    assert block.damping == pytest.approx(damping)

@@ -97,7 +97,7 @@ def test_a_minimum_outside_ends_at_the_bound(centre, bound, side):
     assert "bound" in solution.message
 
 
-@pytest.mark.parametrize("slope", [-3.0, 3.0])
+@pytest.mark.parametrize("slope", [-3.0, 3.0, -1e-3, 1e-3])
 def test_a_straight_line_ends_at_the_bound(slope):
     solution = newton_1d(lambda x: (slope * x, slope, 0.0), 1.0, BETA)
     assert solution.value == BETA[slope < 0]
@@ -171,3 +171,26 @@ def test_bad_input():
     for bounds in [(1.0, 0.0), (0.0, math.inf), (math.nan, 1.0)]:
         with pytest.raises(InputError, match="bounds"):
             newton_1d(exponential, 0.0, bounds)
+
+
+@pytest.mark.parametrize(("away", "flat"), [(0.5e-3, False), (1.5e-3, True), (3e-3, True)])
+def test_a_stationary_point_with_a_long_newton_step_is_flat(away, flat):
+    solution = newton_1d(lambda x: (1.0, 1e-9 * (x / away - 1), 1e-9 / away), 0.0, (-1.0, 1.0))
+    assert solution.converged
+    assert solution.flat == flat
+    assert ("flat" in solution.message) == flat
+
+
+def told(*slopes):
+    """A function of curvature 1 that is asked in this order for its slope, close to the minimum."""
+    left = iter(slopes)
+    return lambda x: (1.0, next(left), 1.0)
+
+
+def test_of_close_steps_that_gain_little_one_is_forgiven():
+    solution = newton_1d(told(-1e-7, -0.5e-7, 0.0), 0.0, BETA, tolerance=1e-12)
+    assert (solution.converged, solution.evaluations) == (True, 3)
+    solution = newton_1d(told(-1e-7, -0.5e-7, -0.4e-7), 0.0, BETA, tolerance=1e-12)
+    assert (solution.converged, solution.evaluations) == (False, 3)
+    assert solution.certificate == 0.4e-7
+    assert "the rest is rounding" in solution.message

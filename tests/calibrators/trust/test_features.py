@@ -5,10 +5,12 @@ import pytest
 import torch
 from scipy.ndimage import distance_transform_edt, uniform_filter
 
+from segcal.calibrators.trust import features as module
 from segcal.calibrators.trust.features import (
     NAMES,
     REACH,
     boundary_distance,
+    disagreement,
     features,
     voxel_maps,
     window_sum,
@@ -74,6 +76,45 @@ def test_distances_are_scipys_up_to_the_reach():
             edge[tuple(where)] |= change
     expected = np.minimum(distance_transform_edt(~edge), REACH)
     np.testing.assert_allclose(boundary_distance(winner)[0].numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("size", [(70, 3), (3, 70)])
+def test_distances_in_narrow_images_are_those_along_their_length(size, recorded, monkeypatch):
+    monkeypatch.setattr(module, "recording", lambda: recorded)
+    winner = torch.zeros(1, *size, dtype=torch.int64)
+    winner[0, :1, :1] = 1
+    near = torch.tensor([[0, 1], [1, 0], [0, 0]])  # the voxels beside another prediction
+    there = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"), -1)
+    expected = torch.stack([(there - own).double().norm(dim=-1) for own in near]).amin(0).clamp(max=REACH)
+    torch.testing.assert_close(boundary_distance(winner)[0].double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [0, 2**30], ids=["torch", "compiled"])
+def test_point_features_are_what_their_names_say(size):
+    z, beta = torch.randn(2, 4, 6, 7, generator=torch.Generator().manual_seed(0)), torch.tensor(1.7)
+    maps = voxel_maps(z, beta, size)
+    log_p = (beta * z.double()).log_softmax(1)
+    ranked = log_p.sort(1, descending=True).values
+    p = ranked.exp()
+    expected = [
+        torch.log1p(-p[:, 0]), p[:, 0], ranked[:, 0] - ranked[:, 1], ranked[:, 1] - ranked[:, 2],
+        -(p * ranked).sum(1),
+    ]  # fmt: skip
+    torch.testing.assert_close(maps.point.double(), torch.stack(expected, 1), atol=1e-5, rtol=1e-5)
+    summary = maps.totals.summary().double()
+    torch.testing.assert_close(summary[:, :5], torch.stack(expected, 1).mean((2, 3)), atol=1e-5, rtol=1e-5)
+    winner = z.argmax(1)
+    changes = (winner[:, :, 1:] != winner[:, :, :-1]).double().sum((1, 2)) / (6 * 7)
+    torch.testing.assert_close(summary[:, 5], (changes + 1e-4).log(), atol=1e-6, rtol=1e-6)
+
+
+def test_members_disagree_by_the_mutual_information():
+    members = [3 * torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)).double() for seed in range(3)]
+    p = torch.stack([z.softmax(1) for z in members])
+    mean = p.mean(0)
+    expected = (p * (p / mean).log()).sum(2).mean(0)
+    torch.testing.assert_close(disagreement(members)[:, 0], expected)
 
 
 def test_without_a_boundary_everything_is_as_far_as_can_be():

@@ -121,3 +121,20 @@ def test_the_solver_of_devices_finds_the_same_optimum(strength, monkeypatch):
     assert found.certificate <= 1e-8
     np.testing.assert_allclose(found.change, here.change, atol=1e-5)
     assert found.nll_after == pytest.approx(here.nll_after, abs=1e-9)
+
+
+def test_the_objective_of_devices_is_the_same():
+    voxels, random = wrong_voxels(classes=3, count=50), np.random.default_rng(0)
+    here, there = (losers._problem(voxels, 0.8) for _ in range(2))
+    rows = DeviceRows.of(voxels.logits, voxels.labels, torch.from_numpy(voxels.weights), "margins", 3)
+    there.rows = rows._replace(impossible=rows.winner[:, None] == torch.arange(3))
+    x = 0.1 * random.normal(size=3 * 3 * 4)
+    values, gradient, hessians = here.objective(x, 0.3)
+    found = there._there(torch.from_numpy(x).view(3, -1), 0.3)
+    for mine, theirs in zip(found, (values, gradient.reshape(3, -1), np.stack(hessians)), strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs, atol=1e-9)
+
+
+def test_a_problem_says_how_it_is_summed():
+    with pytest.raises(TypeError, match="abstract method"):
+        losers._Problem(wrong_voxels(), 1.0)

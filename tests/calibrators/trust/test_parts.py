@@ -126,3 +126,13 @@ def test_the_loss_held_out_is_by_the_network_of_the_fold():
         p = torch.sigmoid(odds[voxels.folds[n], 0].double())
         expected -= float(voxels.weights[n]) * math.log(p if voxels.right[n] else 1 - p)
     assert held_out_loss(trust, voxels, offsets) == pytest.approx(expected / float(voxels.weights.sum()), rel=1e-5)
+
+
+def test_a_batch_of_each_network_may_have_fewer_voxels_than_features():
+    trust = TrustNetwork(5, 2, 3).requires_grad_(False)
+    trust.reset(0)
+    torch.nn.init.normal_(trust.last, generator=torch.Generator().manual_seed(0))
+    trust.mean.copy_(torch.arange(5.0))
+    x, winner = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 1]] * 3)
+    expected = [trust(x[fold], winner[fold])[fold] for fold in range(3)]
+    torch.testing.assert_close(trust(x, winner), torch.stack(expected))

@@ -1,6 +1,7 @@
 """The streamed isotonic map of log-odds."""
 
 import numpy as np
+import pytest
 import torch
 from scipy.optimize import isotonic_regression
 
@@ -38,6 +39,20 @@ def test_it_rises_and_nobody_is_certain():
     everyone_right = OddsHistogram()
     everyone_right.add(torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
     torch.testing.assert_close(torch.sigmoid(everyone_right.rising()[-1]), torch.tensor(2.5 / 3).double())
+
+
+def test_a_block_without_a_right_voxel_is_given_half_of_one():
+    histogram = OddsHistogram()
+    histogram.add(torch.tensor([-3.0, -2.9, -2.8, 4.0, 4.1]), torch.tensor([False, False, False, True, True]))
+    low, high = torch.sigmoid(histogram.rising()[[0, -1]]).tolist()
+    assert low == pytest.approx(0.5 / (3 + 1))
+    assert high == pytest.approx(1 - 0.5 / (2 + 1))
+
+
+def test_odds_beyond_the_limits_are_in_the_first_and_the_last_bin():
+    bins, last = odds_bin(torch.tensor([-99.0, -30.0, 30.0, 99.0, torch.inf])).tolist(), len(bin_centres()) - 1
+    assert bins == [0, 0, last, last, last]
+    assert odds_bin(bin_centres()).tolist() == list(range(last + 1))
 
 
 def test_between_centres_it_is_linear_and_beyond_them_constant():

@@ -9,7 +9,7 @@ from segcal.calibrators import TemperatureScaling
 from segcal.calibrators.trust.fit import FOLDS, fold_of, survey
 from segcal.calibrators.trust.network import Sample, TrustNetwork, held_out_loss
 from segcal.calibrators.trust.rising import apply_rising
-from segcal.calibrators.trust.slopes import _RIDGE, COLUMNS, fit_slopes, linear_correction
+from segcal.calibrators.trust.slopes import _RIDGE, COLUMNS, _loss, fit_slopes, linear_correction
 from segcal.synthetic import ClassConditional, scenes
 
 
@@ -71,3 +71,11 @@ def test_a_class_that_is_always_right_stays_finite():
     found = fit_slopes(sample, 3, FOLDS)
     assert found.converged
     assert 0 < found.values[:, 0, 0].min() < found.values[:, 0].abs().max() < 20
+
+
+def test_the_penalty_is_half_of_a_hundred_thousandth_of_the_squares():
+    x, b = np.ones((1, COLUMNS)), np.arange(1.0, 1 + COLUMNS)
+    value, slope, curvature = _loss(x, np.zeros(1), np.ones(1), np.zeros(1), b)
+    assert value == pytest.approx(0.5e-5 * (b**2).sum())
+    np.testing.assert_allclose(slope, 1e-5 * b)
+    np.testing.assert_allclose(curvature, 1e-5 * np.eye(COLUMNS))
