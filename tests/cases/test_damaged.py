@@ -119,6 +119,18 @@ def test_tiff_that_decodes_to_nothing(tmp_path):
     assert_refuses(path, "decoded, it has shape")
 
 
+def test_tiff_of_negative_width(tmp_path):
+    """Found by fuzzing: as a signed byte, 128 is -128, and tifffile looks for a series of such pages for ever."""
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.ones((96, 128), np.uint8))
+    with tifffile.TiffFile(path) as tiff:
+        kind = tiff.pages[0].tags["ImageWidth"].offset + 2
+    data = bytearray(path.read_bytes())
+    data[kind] = 6  # a signed byte
+    path.write_bytes(data)
+    assert_refuses(path, "its first page has shape")
+
+
 @pytest.mark.parametrize("attributes", [7, "ab"])
 def test_zarr_attributes_that_are_no_table(tmp_path, attributes):
     """Found by fuzzing: zarr opens such an array, and fails when it is asked for an attribute."""

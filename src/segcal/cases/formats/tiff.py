@@ -25,6 +25,8 @@ class TiffFile(base.WholeFile):
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         with tifffile.TiffFile(path, _multifile=False) as tiff:
             _check_chain(tiff, path.stat().st_size)
+            if any(size < 1 for size in tiff.pages.first.shape):  # tifffile would look for its series for ever
+                raise base.damaged(f"its first page has shape {tiff.pages.first.shape}")
             series = tiff.series[0]
             self._stacked = tuple(series.shape)
             self._channels_last = series.axes.endswith("S") and series.ndim > 2
