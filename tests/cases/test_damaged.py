@@ -227,6 +227,23 @@ def test_h5_chunk_that_is_stored_but_not_found(tmp_path):
     assert np.array_equal(open_array(path, key="a").read((slice(10, 40), slice(None))), array[10:])
 
 
+@pytest.mark.parametrize(
+    ("value", "says"), [(0, "at the same place"), (50, "where none can be"), (7, "bad coordinate")]
+)
+def test_h5_chunk_in_a_wrong_place(tmp_path, value, says):
+    """Found by fuzzing: its values are right by their checksum, and another part of the array has them."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("a", data=np.ones((40, 30), np.float32), chunks=(10, 30), fletcher32=True)
+    data = bytearray(path.read_bytes())
+    # The second entry of the index: after 24 bytes, the first entry (its size, mask and three places) and an address.
+    place = data.index(b"TREE\x01") + 24 + (8 + 3 * 8) + 8 + 8
+    assert data[place] == 10
+    data[place] = value
+    path.write_bytes(data)
+    assert_refuses(path, says)
+
+
 def test_gzip_length_and_trailing_garbage(tmp_path):
     path = tmp_path / "a.nii.gz"
     nibabel.Nifti1Image(np.ones((5, 6, 7), np.float32), np.eye(4)).to_filename(path)

@@ -26,6 +26,7 @@ class H5File(base.ArrayFile):
             self.key = base.pick_key(names, key, usual)
             data = file[self.key]
             _check_sources(data, path, ())
+            _check_index(data)
             shape, dtype, self.chunk = data.shape, data.dtype, data.chunks
             contiguous_end = (data.id.get_offset() or 0) + (0 if data.chunks else data.id.get_storage_size())
         super().__init__(path, shape, dtype)
@@ -51,6 +52,20 @@ class H5File(base.ArrayFile):
             if data.chunks is not None:
                 _check_found(data, index, part)
             return part
+
+
+def _check_index(data: Any) -> None:
+    """Raise if two chunks are at one place, or one is where none can be: no checksum covers the index of chunks."""
+    if data.chunks is None or not hasattr(data.id, "chunk_iter"):  # HDF5 before 1.10.10
+        return
+    starts: list[tuple[int, ...]] = []
+    data.id.chunk_iter(lambda chunk: starts.append(chunk.chunk_offset))
+    grid = list(zip(data.shape, data.chunks, strict=True))
+    if len(set(starts)) < len(starts):
+        raise base.damaged("two chunks are at the same place")
+    for start in starts:
+        if any(k % n or not 0 <= k < size for k, (size, n) in zip(start, grid, strict=True)):
+            raise base.damaged(f"a chunk is at {start}, where none can be")
 
 
 def _check_found(data: Any, index: base.Index, part: base.Array) -> None:
