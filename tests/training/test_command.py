@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,26 @@ def test_train_resume_and_evaluate(run, tmp_path):
     for folder in ("logits-val", "logits-test"):
         assert "no problems" in run("check", tmp_path / "out" / folder)[1]
     assert run("evaluate", tmp_path / "out" / "logits-test", "--metrics", "nll,ece,dsc")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("differ", "options", "note"),
+    [
+        (True, {}, "give crop = [20, 28] or batch = 1"),
+        (True, {"batch": 1}, ""),
+        (True, {"crop": [20, 24]}, ""),
+        (False, {"crop": [21, 24]}, "crop = [21, 24] is padded at its ends: give multiples of 2"),
+    ],
+)
+def test_a_note_says_that_samples_are_padded(run, tmp_path, differ, options, note):
+    first = write_scans(tmp_path / "d", 6)[0].id
+    for folder in ("images", "labels") if differ else ():
+        path = tmp_path / "d" / folder / f"{first}.npy"
+        np.save(path, np.load(path)[..., :20, :])
+    code, _, error = run("train", write_toml(tmp_path / "run.toml", data="d", output="out", epochs=1, **options))
+    assert code == 0
+    assert note in error
+    assert bool(note) == bool(error)
 
 
 def test_help_and_mistakes(run, tmp_path):

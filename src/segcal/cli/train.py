@@ -8,7 +8,7 @@ from typing import Annotated
 from rich.markup import escape
 from typer import Argument, Option
 
-from segcal.cli.console import new_table, out, progress, show_table, waiting
+from segcal.cli.console import err, new_table, out, progress, show_notes, show_table, waiting
 from segcal.cli.data import seed_option
 from segcal.training import Trainer, convert, load_config
 
@@ -29,6 +29,7 @@ def train_command(
     if not trainer.processes.first:  # Only the first process prints.
         trainer.fit()
         return
+    show_notes(trainer.notes, err)
     with progress("training", trainer.steps_left) as step:
         report = trainer.fit(step)
     with progress("writing logits", trainer.cases_to_write) as step:

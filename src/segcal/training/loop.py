@@ -30,7 +30,7 @@ from segcal.training.late import LATE_STEPS, LateNumbers
 from segcal.training.networks import load_network, new_network
 from segcal.training.prediction import Scores, predictions, validate, write_logits
 from segcal.training.processes import join
-from segcal.training.samples import Batch, Samples, Schedule
+from segcal.training.samples import Batch, Samples, Schedule, borders_note
 
 Progress = Callable[[str], None]
 LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
@@ -138,6 +138,11 @@ class Trainer:
         self._unsaved: dict[str, Tensor] | None = None
         if state is not None:
             self._restore(state)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know before the training."""
+        return borders_note([scan.spatial for scan in self._scans_of("train")], self.config, self.network.multiple)
 
     @property
     def steps_left(self) -> int:

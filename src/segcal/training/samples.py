@@ -175,6 +175,30 @@ class Samples(data.Dataset[Batch]):
         return (image, labels) if draw.window == size else resized(image, labels, size)
 
 
+def borders_note(scans: Sequence[tuple[int, ...]], config: TrainingConfig, multiple: int) -> tuple[str, ...]:
+    """A note if samples are padded at their ends: where a scan ends without padding, the network would fail.
+
+    Args:
+        scans: The sizes of the training scans.
+        config: ``dims``, ``crop`` and ``batch`` count.
+        multiple: The network pads what is no multiple of this.
+
+    Examples:
+        >>> config = TrainingConfig(data="a", output="b", batch=4)
+        >>> borders_note([(50, 40), (44, 48)], config, 8)
+        ('samples differ in size and are padded at their ends: give crop = [40, 40] or batch = 1',)
+        >>> borders_note([(50, 40), (50, 40)], config, 8)
+        ()
+    """
+    sizes = {size[-config.dims :] for size in scans}
+    if config.crop is not None and any(size % multiple for size in config.crop):
+        return (f"crop = {list(config.crop)} is padded at its ends: give multiples of {multiple}",)
+    if config.crop is None and config.batch > 1 and len(sizes) > 1:
+        fits = [max(1, min(axis) // multiple) * multiple for axis in zip(*sizes, strict=True)]
+        return (f"samples differ in size and are padded at their ends: give crop = {fits} or batch = 1",)
+    return ()
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The samples of each step of an epoch, for one of ``world`` processes.
