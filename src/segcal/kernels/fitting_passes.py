@@ -133,10 +133,10 @@ def temperature_sums(voxels: Voxels, beta: float) -> TemperatureSums:
     """
     found = begin_sums(voxels, beta)
     if isinstance(found, Tensor):
-        ((*_, last),) = _added([found])
+        ((count, *sums, last),) = _added([found])
         if last:
             raise voxels.bad_voxel(voxels.labels.numel() - int(last))
-        return end_sums([found])
+        return TemperatureSums(int(count), *sums)
     return found
 
 
