@@ -293,6 +293,22 @@ def test_checkpoints_every_few_epochs_and_when_stopped(root, tmp_path):
     assert (whole / "best.safetensors").read_bytes() == (parts / "best.safetensors").read_bytes()
 
 
+def test_validation_every_few_epochs(root, tmp_path):
+    train(small(root, "whole", epochs=5))
+    options = {"epochs": 5, "validate_every": 2}
+    stopped = Trainer(small(root, "parts", **options)).fit(stop=lambda: True)
+    assert (stopped.epochs, stopped.best_epoch) == (1, 0)
+    assert not (tmp_path / "parts" / "best.safetensors").exists()
+    report = train(small(root, "parts", **options), resume=True)
+    whole, parts = ([float(row["val/dice"]) for row in log(tmp_path / name)] for name in ("whole", "parts"))
+    assert np.isnan([parts[0], parts[2]]).all()
+    assert [parts[1], *parts[3:]] == [whole[1], *whole[3:]]
+    assert report.best_epoch == [2, 4, 5][int(np.argmax([whole[1], *whole[3:]]))]
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    with pytest.raises(SegcalError, match="validate_every = 2 with CRaC"):
+        Trainer(small(root, "crac", loss="crac", **options))
+
+
 def test_held_scans_train_the_same_network(root, tmp_path, monkeypatch):
     Trainer(small(root, "read", loss="bwcr")).fit()
     held = Trainer(small(root, "held", loss="bwcr"))

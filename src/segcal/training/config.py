@@ -147,6 +147,8 @@ class TrainingConfig:
     epochs: Annotated[int, _COUNT] = 100
     save_every: Annotated[int, _COUNT] = 1
     """Epochs between two checkpoints. The last epoch is always saved."""
+    validate_every: Annotated[int, _COUNT] = 1
+    """Epochs between two validations, which choose the best model. The last epoch is always validated."""
     seed: Annotated[int, _whole(0, MAX_SEED)] = 0
     amp: Annotated[bool, BOOL] = False
     """Mixed precision: bfloat16, or float16 on a GPU without it."""

@@ -48,7 +48,10 @@ LOGITS = {"validation": "logits-val", "test": "logits-test"}
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """The outcome of a run; ``dice``, ``nll`` and ``ece`` are those of the best model on the validation scans."""
+    """The outcome of a run; ``dice``, ``nll`` and ``ece`` are those of the best model on the validation scans.
+
+    ``best_epoch`` is 0 if none was validated yet.
+    """
 
     epochs: int
     best_epoch: int
@@ -109,6 +112,11 @@ class Trainer:
                 expected="validation scans: the multipliers are learned on them",
                 fix="give validation a share of the split",
             )
+        if self.controllers and config.validate_every > 1:
+            raise ConfigError(
+                f"validate_every = {config.validate_every} with CRaC",
+                expected="validate_every = 1: its multipliers are learned after every epoch",
+            )
         if state is not None:
             self._compare(state)
         self.processes = join(config.device)
@@ -155,7 +163,7 @@ class Trainer:
         return sum(len(self.parts[part]) for part in LOGITS) if self.processes.first else 0
 
     def fit(self, progress: Progress = lambda step: None, stop: Callable[[], bool] = lambda: False) -> TrainingReport:
-        """Train to the last epoch. After every epoch, validate; every ``save_every``, write log and checkpoint.
+        """Train to the last epoch. Every ``validate_every``, validate; every ``save_every``, write log and checkpoint.
 
         If ``stop()`` is true after an epoch, that epoch is saved and the run ends there, to be resumed later.
         """
@@ -172,22 +180,28 @@ class Trainer:
         for epoch in range(self.done + 1, self.config.epochs + 1):
             loss = self._train_epoch(model, epoch, progress)
             self.processes.share_buffers(self.network)
-            scores = validate(
-                self.network, self.validation, self.processes, self.dataset.classes, self.config, self.controllers
-            )
-            for controller in self.controllers:
-                controller.update()
-            self._end_epoch(epoch, loss, scores)
+            last = epoch == self.config.epochs
+            self._end_epoch(epoch, loss, self._validate() if last or epoch % self.config.validate_every == 0 else None)
             ends = any(self.processes.gather([stop()]))
-            if self.processes.first and (ends or epoch == self.config.epochs or epoch % self.config.save_every == 0):
+            if self.processes.first and (ends or last or epoch % self.config.save_every == 0):
                 self._save()
             if ends:
                 break
         self.processes.leave()
-        best, seconds = self.best, time.perf_counter() - started
+        best = self.best or {"epoch": 0, "dice": math.nan, "nll": math.nan, "ece": math.nan}
+        seconds = time.perf_counter() - started
         return TrainingReport(
             self.done, int(best["epoch"]), best["dice"], best["nll"], best["ece"], seconds, self.output
         )
+
+    def _validate(self) -> Scores:
+        """The scores on the validation scans, from which CRaC learns, too."""
+        scores = validate(
+            self.network, self.validation, self.processes, self.dataset.classes, self.config, self.controllers
+        )
+        for controller in self.controllers:
+            controller.update()
+        return scores
 
     def write_logits(self, progress: Progress = lambda case: None) -> None:
         """Write the best model's logits as datasets, in the first process only."""
@@ -259,9 +273,10 @@ class Trainer:
     def _scans_of(self, part: str) -> list[Scan]:
         return [self.dataset.scans[name] for name in self.parts[part]]
 
-    def _end_epoch(self, epoch: int, loss: float, scores: Scores) -> None:
-        """Add the epoch to the history, and keep the model if it is the best so far."""
+    def _end_epoch(self, epoch: int, loss: float, validated: Scores | None) -> None:
+        """Add the epoch to the history, and keep the model if it was validated and is the best so far."""
         self.done = epoch
+        scores = validated or Scores((math.nan,) * self.dataset.classes, math.nan, math.nan)
         dice = scores.mean_dice(None if self.config.background else self.dataset.background)
         names = self.dataset.declared.class_names or tuple(map(str, range(self.dataset.classes)))
         row = {
@@ -283,7 +298,7 @@ class Trainer:
         self.history.append(row)
         # Without a validation set the latest model counts as the best.
         better = (math.isnan(dice) and not self.parts["validation"]) or dice > self.best.get("dice", -math.inf)
-        if better or not self.best:
+        if validated and (better or not self.best):
             self.best = {"epoch": epoch, "dice": dice, "nll": scores.nll, "ece": scores.ece}
             self._unsaved = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
 
