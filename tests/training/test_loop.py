@@ -145,8 +145,8 @@ def test_slices_of_a_volume_are_predicted_one_by_one(tmp_path):
     write_scans(tmp_path / "d", 6, (5, 16, 20))
     trainer = Trainer(small(tmp_path / "d"))
     network, scan = trainer.network.eval(), trainer.dataset.scans["volume-002"]
-    whole = torch.cat([logits for _, logits in predict(network, scan, slice(0, 5), dims=2, batch=2)])
-    alone = torch.cat([logits for _, logits in predict(network, scan, slice(3, 4), dims=2, batch=2)])
+    whole = torch.cat([logits for _, logits in predict(network, scan, slice(0, 5), trainer.config)])
+    alone = torch.cat([logits for _, logits in predict(network, scan, slice(3, 4), trainer.config)])
     torch.testing.assert_close(whole[3:4], alone)
 
 

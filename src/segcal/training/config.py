@@ -160,6 +160,8 @@ class TrainingConfig:
     augment: Annotated[tuple[Augmentation, ...], _AUGMENTATIONS] = ("flip", "rotate")
     crop: Annotated[tuple[int, ...] | None, _SIZE] = None
     """Training images are cropped or padded to this size."""
+    window: Annotated[tuple[int, ...] | None, _SIZE] = None
+    """Scans are predicted in windows of this size, which overlap by half; by default whole."""
     background: Annotated[bool, BOOL] = False
     """Whether the background counts in the validation Dice that selects the best model."""
     logits: Annotated[Precision, choice(Precision)] = "float32"
@@ -194,8 +196,9 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
         if name not in raw:
             raise ConfigError(f"no key '{name}'", expected=f"{name} = '...'")
     config = TrainingConfig(**values)
-    if config.crop is not None and len(config.crop) != config.dims:
-        raise ConfigError(f"crop = {list(config.crop)}", expected=f"{config.dims} numbers, as dims = {config.dims}")
+    for name, size in (("crop", config.crop), ("window", config.window)):
+        if size is not None and len(size) != config.dims:
+            raise ConfigError(f"{name} = {list(size)}", expected=f"{config.dims} numbers, as dims = {config.dims}")
     if "scale" in config.augment and config.crop is None:
         raise ConfigError("augment with 'scale', and no crop", expected="crop = [...]: the size of scaled samples")
     if config.network == "fc-densenet" and config.dims != 2:

@@ -18,6 +18,7 @@ from segcal.statistics import VoxelStatistics
 from segcal.training.config import TrainingConfig
 from segcal.training.data import Dataset, Scan
 from segcal.training.processes import Processes
+from segcal.training.windows import in_windows
 from segcal.types import Case, CaseSource
 
 
@@ -41,19 +42,19 @@ class Scores:
 
 
 @torch.no_grad()
-def predict(network: nn.Module, scan: Scan, rows: slice, *, dims: int, batch: int) -> Iterator[tuple[slice, Tensor]]:
+def predict(network: nn.Module, scan: Scan, rows: slice, config: TrainingConfig) -> Iterator[tuple[slice, Tensor]]:
     """Logits ``(B, C, *S)`` float32 of some rows of a scan, on the network's device.
 
     A network for images takes a volume in batches of slices, which are yielded with their rows. Otherwise the scan is
     predicted at once, from all its rows. Mixed precision is off, because calibration depends on small differences.
     """
     device = next(network.parameters()).device
-    if len(scan.spatial) == dims:
-        yield rows, network(scan.normalised(rows)[None].to(device)).float()
+    if len(scan.spatial) == config.dims:
+        yield rows, in_windows(network, scan.normalised(rows)[None].to(device), config.window)
         return
-    for start in range(rows.start, rows.stop, batch):
-        part = slice(start, min(start + batch, rows.stop))
-        yield part, network(scan.normalised(part).transpose(0, 1).to(device)).float()
+    for start in range(rows.start, rows.stop, config.batch):
+        part = slice(start, min(start + config.batch, rows.stop))
+        yield part, in_windows(network, scan.normalised(part).transpose(0, 1).to(device), config.window)
 
 
 def validate(
@@ -73,7 +74,7 @@ def validate(
     for scan in scans[processes.rank :: processes.world]:
         stats = whole.empty_like()
         everything = slice(0, scan.spatial[0])
-        for part, logits in predict(network, scan, everything, dims=config.dims, batch=config.batch):
+        for part, logits in predict(network, scan, everything, config):
             labels = scan.labels(part).to(logits.device).long().view(len(logits), *logits.shape[2:])
             stats.update(logits, labels, ignore_index=scan.ignore_index)
             for controller in controllers:
@@ -123,7 +124,7 @@ class _Prediction(CaseSource):
         self.id, self.num_classes, self.ignore_index = scan.id, dataset.classes, dataset.ignore_index
         self.spatial, self.spacing = scan.spatial, scan.spacing
         self.sliceable = len(scan.spatial) > config.dims
-        self._predict = partial(predict, network, scan, dims=config.dims, batch=config.batch)
+        self._predict = partial(predict, network, scan, config=config)
         self._scan = scan
 
     def logits(self, rows: slice) -> Tensor:
