@@ -1,12 +1,13 @@
 """Prints the tables, ours beside the published ones: ``python reproduce/camvid/table.py``.
 
 A cell is the published value, then ours with its 95% bootstrap interval over images: of the mean over images or, for
-mIoU and ACE of the second table, of the value of all images together. Published are Tiramisu on CamVid (LTS, table 3),
+mIoU, of the value of all images together, as is ACE of the second table, which has no interval. Published are Tiramisu on CamVid (LTS, table 3),
 Cityscapes (Kirscher et al., tables 4 and 7) and K-Net with DeepLab on BDD100K (Wang et al., table 1).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,9 +56,9 @@ def of_images(rows: Sequence[Row], column: str) -> str:
 
 
 def of_all(row: Row, column: str) -> str:
-    """The value of all images together and its interval, as text."""
+    """The value of all images together and its interval, if it has one, as text."""
     mean, low, high = (float(row[name]) for name in (column, f"{column} low", f"{column} high"))
-    return f"{mean:.4f} [{low:.4f}, {high:.4f}]"
+    return f"{mean:.4f}" if math.isnan(low) else f"{mean:.4f} [{low:.4f}, {high:.4f}]"
 
 
 def section(

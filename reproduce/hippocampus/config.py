@@ -20,11 +20,12 @@ SEED = 0
 CLASS_NAMES = ("background", "anterior", "posterior")
 # Of both kinds of networks. Volumes differ in size, so they are cropped, to a size that every volume has and that the
 # network does not pad (multiples of 8). A first run padded smaller volumes of a batch instead: networks that had met
-# padded ends only took the last rows of other volumes for hippocampus. Each volume is normalised alone. Rotation by up
-# to 15 degrees in the plane; no mirroring, because anterior and posterior would change places.
+# padded ends only took the last rows of other volumes for hippocampus. For the same reason volumes are predicted in
+# windows of that size, which need no padding either. Each volume is normalised alone. Rotation by up to 15 degrees in
+# the plane; no mirroring, because anterior and posterior would change places.
 NETWORK: dict[str, Any] = {
     "network": "unet", "dims": 3, "width": 16, "depth": 4, "norm": "instance", "crop": [32, 40, 24],
-    "augment": ["rotate"], "amp": True, "learning_rate": 1e-3, "save_every": 25,
+    "window": [32, 40, 24], "augment": ["rotate"], "amp": True, "learning_rate": 1e-3, "save_every": 25,
 }  # fmt: skip
 # The paper's schedule for its 3D U-Net: 300 epochs of Adam, a tenth of the learning rate after 150 and 250.
 TRAINING = {**NETWORK, "batch": 4, "epochs": 300, "milestones": [150, 250], "factor": 0.1}
@@ -33,7 +34,10 @@ LOSSES = ("ce", "ce-dice")
 # The vote network's schedule is the paper's (500 epochs, half the rate after 200, 350, 450) in a tenth of the epochs.
 VOTE = {**NETWORK, "loss": "ce", "batch": 8, "epochs": 50, "milestones": [20, 35, 45], "factor": 0.5}
 # In miniature: the same code in seconds.
-TINY = {"width": 4, "depth": 2, "crop": [8, 8, 8], "epochs": 2, "milestones": [1], "learning_rate": 0.02, "amp": False}
+TINY = {
+    "width": 4, "depth": 2, "crop": [8, 8, 8], "window": [8, 8, 8], "epochs": 2, "milestones": [1], "learning_rate": 0.02,
+    "amp": False,
+}  # fmt: skip
 # Atlases of a target, the most similar ones of the fold's training volumes.
 ATLASES = 8
 # Steps of the affine registration by Adam, and their size.
