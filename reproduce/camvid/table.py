@@ -1,8 +1,9 @@
 """Prints the tables, ours beside the published ones: ``python reproduce/camvid/table.py``.
 
 A cell is the published value, then ours with its 95% bootstrap interval over images: of the mean over images or, for
-mIoU, of the value of all images together, as is ACE of the second table, which has no interval. Published are Tiramisu on CamVid (LTS, table 3),
-Cityscapes (Kirscher et al., tables 4 and 7) and K-Net with DeepLab on BDD100K (Wang et al., table 1).
+mIoU, of the value of all images together, as is ACE of the second table, which has no interval. Published are Tiramisu
+on CamVid (LTS, table 3), Cityscapes (Kirscher et al., tables 4 and 7) and K-Net with DeepLab on BDD100K (Wang et al.,
+table 1).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if runs := read_rows(results / "runs.csv"):
         names = ("run", "seed", "epochs", "best_epoch", "validation_dice", "test_miou", "seconds", "device")
-        show("Networks", names, [[row[name] for name in names] for row in runs])
+        show("Networks", names, [[row[name] for name in names] for row in sorted(runs, key=lambda row: row["run"])])
     for table, part, setting, shown in SECTIONS:
         for protocol in PROTOCOLS:
             section(results, published, protocol, table, part, setting, shown)

@@ -35,8 +35,8 @@ LOSSES = ("ce", "ce-dice")
 VOTE = {**NETWORK, "loss": "ce", "batch": 8, "epochs": 50, "milestones": [20, 35, 45], "factor": 0.5}
 # In miniature: the same code in seconds.
 TINY = {
-    "width": 4, "depth": 2, "crop": [8, 8, 8], "window": [8, 8, 8], "epochs": 2, "milestones": [1], "learning_rate": 0.02,
-    "amp": False,
+    "width": 4, "depth": 2, "crop": [8, 8, 8], "window": [8, 8, 8], "epochs": 2, "milestones": [1],
+    "learning_rate": 0.02, "amp": False,
 }  # fmt: skip
 # Atlases of a target, the most similar ones of the fold's training volumes.
 ATLASES = 8
