@@ -54,11 +54,12 @@ mutation: $(SETUP)
 bench: $(SETUP)
 	for file in $(filter-out benchmarks/mutation.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-# The recipes of reproduce/ in miniature, on a CPU and without data.
+# The recipes of reproduce/ in miniature, on a CPU and without data; and the claims, from the numbers that are committed.
 reproduce-smoke: $(SETUP)
 	$(BIN)/python reproduce/acdc/run.py --smoke
 	$(BIN)/python reproduce/hippocampus/run.py --smoke
 	$(BIN)/python reproduce/camvid/run.py --smoke
+	$(BIN)/python reproduce/claims.py >/dev/null
 
 # What a shell completes, from the options of all commands.
 completions: $(SETUP)
