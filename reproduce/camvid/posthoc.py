@@ -4,7 +4,7 @@ Reads OUT/weights, which ``run.py`` wrote. Every calibrator is fitted twice: to 
 that is in the training images, too; they also chose the epoch of the network) and measured on all test images; and to
 a half of the test images, drawn once, and measured on the other half. Numbers go to ``<table>.csv`` (every image),
 ``<table>_pooled.csv`` and ``<table>_fits.csv``, each calibrator's as soon as it is measured, and a second call goes on
-with the others.
+with the others. Several calls may run at a time, each for other tables.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def perform(task: Task, out: Path, smoke: bool) -> None:
     print(f"{task.table}, {task.protocol}, {task.name}: {time.time() - started:.0f} s {notes}", flush=True)
 
 
-def collect(out: Path, results: Path) -> set[Task]:
-    """Add what was found to the CSV files; returns all that is in them."""
+def collect(out: Path, results: Path, tables: Sequence[str]) -> set[Task]:
+    """Add what was found to the CSV files of some tables; returns all that is in them."""
     done = set()
-    for table in TABLES:
+    for table in tables:
         files = {kind: results / f"{table}{ending}.csv" for kind, ending in ENDINGS.items()}
         fits = read_rows(files["fits"])
         there = {(row["protocol"], row["method"]) for row in fits}
@@ -151,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     deadline = time.time() + 60 * given.minutes
     (given.out / "posthoc").mkdir(parents=True, exist_ok=True)
-    wanted, done = tasks(given.tables, given.smoke), collect(given.out, given.results)
+    collected = partial(collect, given.out, given.results, given.tables)
+    wanted, done = tasks(given.tables, given.smoke), collected()
     left = [task for task in wanted if task not in done]
     ready = [task for task in left if all(path.is_file() for path in weights(task.network, given.out))]
     if missing := sorted({task.network for task in left} - {task.network for task in ready}):
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for part in ("validation", *TABLES[table].parts):
             prepare(network, part, given.data, given.out)
     work = partial(perform, out=given.out, smoke=given.smoke)
-    in_processes(ready, work, deadline, given.parallel, lambda: done.update(collect(given.out, given.results)))
+    in_processes(ready, work, deadline, given.parallel, lambda: done.update(collected()))
     print(f"{len(set(wanted) & done)} of {len(wanted)} rows are done")
 
 
