@@ -27,6 +27,9 @@ _Part = tuple[float, FloatArray, FloatArray]
 _ROWS = 512
 # Threads share parts of at least so many rows, and each expert has at most so many and one more.
 _PART_ROWS, _PARTS = 2**12, 64
+# Up to so many outputs of a map compiled loops are as fast as matrix products; with 64 they take 1.7 times as long, with
+# 150 nearly three times, as the map no longer fits the fastest memory.
+_LOOP_OUTPUTS = 32
 # Voxels whose features are computed at a time, so that copies of their logits in float64 stay small.
 _DESCRIBED = 2**14
 
@@ -101,7 +104,7 @@ def expert_sums(
     ]
     outputs, inputs = theta.shape[1:]
     vector = features == "own-logit"
-    loops = None if vector else fast_sums(rows.x.size)
+    loops = None if vector or outputs > _LOOP_OUTPUTS else fast_sums(rows.x.size)
     sums = _vector_sums if vector else _matrix_sums if loops is None else partial(_compiled_sums, loops)
 
     def work(turn: int) -> list[_Part]:
