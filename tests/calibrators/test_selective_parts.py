@@ -7,9 +7,12 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
+from calibrators.local_cases import Tensors, case_set
 from segcal.calibrators import SelectiveScaling
 from segcal.calibrators.selective import _folded, _network, _selection_loss, paper_temperature
 from segcal.calibrators.temperature import _least_squares, _log_parts
+from segcal.fitting.data import FitData
+from segcal.fitting.measured import mean_loss
 from segcal.fitting.sampling import VoxelSample
 
 CLASSES, CPU = 3, torch.device("cpu")
@@ -109,6 +112,27 @@ def test_weights_of_least_squares_are_those_of_a_search_on_the_simplex(seed):
     assert found.sum() == pytest.approx(1)
     assert (found >= 0).all()
     assert error(found) <= best.fun + 1e-9
+
+
+def test_of_three_distributions_one_alone_may_be_the_best():
+    voxels = sample()
+    logits, weights = voxels.logits.double(), voxels.weights / voxels.weights.sum()
+    best, worst = logits.argmax(1), logits.argmin(1)
+    for labels, beta, expected in ((best, 2.0, 0), (best, 0.5, 1), (worst, 0.5, 2), (worst, 2.0, 2)):
+        found = _least_squares(logits, labels, weights, torch.tensor(beta, dtype=torch.float64))
+        np.testing.assert_allclose(found, np.eye(3)[expected], atol=1e-9)
+
+
+def test_a_temperature_that_hurts_the_fit_data_is_replaced():
+    calibrator = suspicious("paper")
+    calibrator._layers()[-1][1][1] += 1e6  # everything is suspected
+    z = 3 * torch.randn(1, CLASSES, 6, 5, generator=torch.Generator().manual_seed(0))
+    cases, notes = case_set(Tensors("0", z, z.argmax(1), None)), []  # and everything is right
+    before = mean_loss(cases).nll
+    calibrator.beta.fill_(1e-10)
+    assert calibrator._measure(FitData(cases, None, "auto", 0), before, 0.5, notes) == before
+    assert float(calibrator.beta) == 1
+    assert [note.split(": ")[1] for note in notes] == ["T1 = 2", "T1 = 1"]
 
 
 def test_a_batch_is_its_images_each_alone():
