@@ -1,5 +1,6 @@
 """The parts of ``selective`` and ``ets``: thresholds, losses and weights, against plain searches."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from scipy.optimize import minimize
 
 from calibrators.local_cases import Tensors, case_set
-from segcal.calibrators import SelectiveScaling
+from segcal.calibrators import SelectiveScaling, selective
 from segcal.calibrators.selective import _folded, _network, _selection_loss, paper_temperature
 from segcal.calibrators.temperature import _least_squares, _log_parts
 from segcal.fitting.data import FitData
@@ -71,6 +72,24 @@ def test_no_other_threshold_and_temperature_have_a_lower_nll(seed):
         suspected = suspicion > suspicion.quantile(share)
         assert chosen <= min(nll(suspected, beta) for beta in np.geomspace(1e-3, 1, 25)) + 2e-3
     assert chosen < nll(suspicion > math.inf, 1.0)
+
+
+def test_training_is_steady_and_the_selector_is_stored(monkeypatch):
+    monkeypatch.setattr(selective, "_EPOCHS", 16)
+    parts = []
+    for seed in (0, 1):
+        voxels = sample(800, seed)
+        wrong = voxels.logits[:, 1] > 2  # what the selector has to learn
+        labels = torch.where(wrong, voxels.logits.argmin(1), voxels.logits.argmax(1))
+        parts.append(dataclasses.replace(voxels, labels=labels))
+    calibrator = SelectiveScaling()
+    calibrator.allocate(CLASSES)
+    training = calibrator._train(*parts, CPU, seed=0)
+    losses = [epoch.validation for epoch in training.history]
+    assert max(losses) < 1.1 * losses[0]
+    assert training.objective == min(losses) < 0.9 * losses[0]
+    suspicion, wrong = calibrator.suspicion(parts[1].logits.log_softmax(1)), parts[1].wrong
+    assert float((suspicion[wrong][:, None] > suspicion[~wrong]).double().mean()) > 0.75  # pairs in the right order
 
 
 def test_wrong_and_right_voxels_weigh_the_same_in_the_loss():
