@@ -53,11 +53,23 @@ def test_only_adam_has_something_to_search():
     space = MatrixScaling(solver="adam").search_space
     assert set(space) == {"learning_rate", "patience", "off_diagonal", "bias_penalty"}
     assert space["learning_rate"] == (1e-4, 3e-2, False)
+    assert space["patience"].values == (10, 20, 50)
     assert space["off_diagonal"] == space["bias_penalty"] == (1e-6, 1e-1, True)
 
 
 def test_offsets_matter_to_the_maps_of_raw_logits_alone():
     assert {name for name, cls in CALIBRATORS.items() if not cls.translation_invariant} == {"vs", "ms", "lts"}
+
+
+def test_neighbours_matter_to_networks_of_a_neighbourhood_and_members_to_ensembles():
+    spatial = {name for name, cls in CALIBRATORS.items() if cls.spatial}
+    assert spatial == {"lts", "lts-ti", "ibts", "trust", "ensemble"}
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": 0.0}, {"learning_rate": -1e-3}, {"patience": 0}])
+def test_adam_needs_a_rate_and_patience(wrong):
+    with pytest.raises(InputError, match="more than zero"):
+        MatrixScaling(solver="adam", **wrong)
 
 
 def test_every_predicted_class_has_a_dirichlet_map():
@@ -78,12 +90,14 @@ def test_the_voxels_of_a_selector_are_those_documented():
 def test_what_needs_no_search_reports_no_steps_or_one():
     cases = scenes(2, size=(16, 20), members=2)
     assert Ensemble().fit(cases).fit_report.iterations == 0
-    for cls in (IsotonicRegression, HistogramBinning):
+    for cls in (IsotonicRegression, HistogramBinning, TrustCalibration):
         assert cls().fit(cases).fit_report.iterations == 1
 
 
 def test_fine_histograms_are_three_tables_of_eight_bytes():
-    assert HistogramBinning().cost(10).memory == 10 * 3 * 8 * LOGIT_BINS
+    cost, twice = HistogramBinning().cost(10), HistogramBinning().cost(20)
+    assert cost.memory == 10 * 3 * 8 * LOGIT_BINS
+    assert twice.seconds == 2 * cost.seconds > 0
 
 
 def test_a_bin_of_one_voxel_gets_another_with_the_networks_probability():
@@ -109,7 +123,7 @@ def test_before_a_fit_a_state_says_nothing_and_can_be_loaded():
 
 def test_numbers_of_classes_fit_31_bits():
     assert check_num_classes(2**31 - 1) == 2**31 - 1
-    for wrong in (1, 2**31, 3.0, True):
+    for wrong in (1, 2**31, 2**31 + 1, 3.0, True):
         with pytest.raises(ValueError, match="num_classes"):
             check_num_classes(wrong)
 

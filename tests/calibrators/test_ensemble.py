@@ -117,6 +117,20 @@ def test_cases_without_members_are_taken_as_pooled():
     assert torch.equal(pieces(calibrator, single[0]), single[0].logits.log_softmax(1))
 
 
+def test_fitted_to_cases_without_members_it_pools_any_number_of_them():
+    calibrator = Ensemble().fit(scenes(2, size=(16, 20)))
+    for count in (1, 2, 3):
+        z = members(CASES[0])[:count]
+        torch.testing.assert_close(calibrator(z).exp(), torch.stack(z).softmax(2).mean(0))
+
+
+def test_members_in_float64_keep_their_digits_and_those_of_half_precision_are_pooled_in_float32():
+    calibrator, z = Ensemble().fit(CASES), [member.double() / 3 for member in members(CASES[0])]
+    torch.testing.assert_close(calibrator(z), torch.stack(z).softmax(2).mean(0).log(), atol=1e-12, rtol=0)
+    half = [member.half() for member in z]
+    assert torch.equal(calibrator(half), calibrator([member.float() for member in half]).half())
+
+
 def test_a_space_that_is_worse_than_that_of_the_cases_is_named():
     # Members that are not sure enough: the mean of their probabilities is still less sure.
     cases = scenes(3, size=(32, 40), plant=[Temperature(0.5)], members=3)

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from calibrators.local_cases import Tensors, case_set, random_logits
-from segcal.calibrators.local_crops import IGNORED, Crops, CropSource, _boxes, _window_sums, crop_sides
+from segcal.calibrators.local_crops import (
+    IGNORED,
+    Crops,
+    CropSource,
+    _boxes,
+    _chances,
+    _doubts,
+    _window_sums,
+    crop_sides,
+)
 from segcal.calibrators.local_network import TemperatureTree
 from segcal.calibrators.local_training import _image_means, _Moments, _nll
 from segcal.errors import InputError
@@ -97,6 +106,42 @@ def test_an_image_with_one_temperature_has_32_crops_at_most():
 def test_batches_of_images_end_once_they_are_large_enough():
     found = source(cases(5), per_image=True)  # 9 windows each, and a batch is 8
     assert [crops.owner.unique().tolist() for crops in found.batches()] == [[0], [1], [2], [3], [4]]
+
+
+def test_batches_hold_eight_crops_and_the_last_one_the_rest():
+    assert [len(crops.owner) for crops in source(cases()).batches()] == [8, 8, 8, 3]
+
+
+def test_windows_of_one_labelled_voxel_each_are_drawn_from_like_others():
+    labels = torch.full((1, 16, 32), 255)
+    labels[:, 3::8, 5::16] = 1  # of four windows
+    data = case_set(Tensors("sparse", random_logits(1, 3, 16, 32), labels, None))
+    (part,) = source(data, share=1e-4).parts()
+    assert len(part.owner) == 1
+    (part,) = source(data).parts()
+    assert len(part.owner) == 4
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_doubts_are_what_the_label_lacks_in_every_image(batch):
+    (case,) = cases(1, batch=batch)
+    found = torch.cat([doubts for _, doubts in _doubts(case, 0.7)], 1)
+    valid = case.labels != 255
+    p = (0.7 * case.logits).softmax(1).gather(1, case.labels.where(valid, 0)[:, None])[:, 0]
+    torch.testing.assert_close(found, torch.where(valid, 1 - p, 0.0))
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_chances_are_in_proportion_but_for_windows_that_are_certain(count):
+    random = torch.Generator().manual_seed(count)
+    labelled, doubts = (torch.rand(12, generator=random, dtype=torch.float64) ** 4 for _ in range(2))
+    chances = _chances(labelled, doubts, count)
+    assert float(chances.sum()) == pytest.approx(count)
+    assert float(chances.max()) <= 1
+    ratio = chances / (labelled / labelled.sum() + doubts / doubts.sum())
+    free = chances < 1
+    assert float(ratio[free].max()) == pytest.approx(float(ratio[free].min()))
+    assert bool((ratio[~free] <= ratio[free].max()).all())  # a certain window would have had more
 
 
 def test_few_crops_are_used_again_until_there_were_sixteen_batches():
@@ -203,6 +248,15 @@ def test_means_of_images_are_over_their_own_voxels():
     for image in (2, 5, 7):
         own = torch.tensor([number == image for number in owner])
         assert torch.allclose(found[own], temperatures[own][inside[own]].mean())
+
+
+def test_in_the_mean_of_an_image_a_crop_counts_as_often_as_the_windows_it_stands_for():
+    temperatures, inside = 1 + torch.rand(3, 2, 5), torch.rand(3, 2, 5) < 0.7
+    crops = crops_of(torch.zeros(0), torch.zeros(3, 2, 5), [0, 0, 1], inside)
+    found = _image_means(temperatures, crops._replace(weight=torch.tensor([1.0, 3.0, 2.5]).double()))
+    often = [temperatures[0][inside[0]], *[temperatures[1][inside[1]]] * 3]
+    assert torch.allclose(found[:2], torch.cat(often).mean())
+    assert torch.allclose(found[2], temperatures[2][inside[2]].mean())
 
 
 def test_moments_are_those_of_all_finite_voxels():

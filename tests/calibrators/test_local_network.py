@@ -13,7 +13,7 @@ from segcal.calibrators.local import (
     LocalTemperatureScaling,
     TranslationInvariantLocalTemperature,
 )
-from segcal.calibrators.local_network import TemperatureTree, Window, network_inputs
+from segcal.calibrators.local_network import TemperatureTree, Window, _recorded_mirror, mirrored, network_inputs
 from segcal.errors import InputError
 from segcal.synthetic import SpatialTemperature
 from segcal.types import Case
@@ -190,6 +190,24 @@ def test_images_that_are_missing_or_unfit_say_so():
         untrained(LocalTemperatureScaling, 3)(z, image)
     with pytest.raises(InputError, match="a plane or a volume"):
         seeing(z[:, :, 0, 0], image[:, :, 0, 0])
+
+
+def test_every_item_of_a_batch_sees_its_own_image_or_the_one_of_all():
+    seeing = untrained(LocalTemperatureScaling, 3, image_channels=2)
+    z, images = random_logits(2, 3, 11, 13).double(), random_logits(4, 2, 11, 13, seed=1).double()
+    alone = torch.cat([seeing(own, image) for own, image in zip(z.split(1), images[:2].split(1), strict=True)])
+    torch.testing.assert_close(seeing(z, images[:2]), alone)
+    torch.testing.assert_close(seeing(z, images[:1]), seeing(z, images[[0, 0]]))
+    assert not torch.allclose(seeing(z, images[:1]), alone)
+    for count in (3, 4):  # neither one nor as many as items; three is the number of classes
+        with pytest.raises(InputError, match="the image has shape"):
+            seeing(z, images[:count])
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_a_recorded_graph_mirrors_at_the_same_voxels(size):
+    found = _recorded_mirror(-4, size + 4, size, torch.device("cpu"))
+    assert found.tolist() == mirrored(-4, size + 4, size)
 
 
 def test_wrong_options_and_spaces_say_so():

@@ -30,6 +30,7 @@ def test_the_report_is_that_of_the_validation_cases(cls):
     before = [own.clone() for own in calibrator.network.parameters()]
     found = fit_network(calibrator.network, 0.7, data(), recipe)
     assert all(map(torch.equal, before, calibrator.network.parameters()))
+    assert not any(own.requires_grad for own in calibrator.network.parameters())
     validation = data().validation
     assert found.nll_after == pytest.approx(nll(calibrator, validation), rel=1e-5)
     calibrator.network.reset()

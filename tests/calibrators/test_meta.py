@@ -117,3 +117,14 @@ def test_two_numbers_need_a_sample_only_and_the_report_says_so(monkeypatch):
     assert "gamma and T are fitted to 2,000 voxels: voxels = 'all' does not change that" in calibrator.fit_report.notes
     assert calibrator.temperature == pytest.approx(whole.temperature, rel=0.1)
     assert not any("voxels = " in note for note in MetaCal(0.01).fit(CASES).fit_report.notes)
+
+
+def test_a_temperature_of_few_voxels_that_is_worse_for_all_is_not_kept(monkeypatch):
+    monkeypatch.setattr(meta, "_VOXELS", 20)
+    random = torch.Generator().manual_seed(0)
+    z = 2 * torch.randn(5000, 3, generator=random)
+    labels = torch.multinomial(z.softmax(1), 1, generator=random)[:, 0]  # calibrated as they are
+    calibrator = MetaCal(0.0).fit(z, labels)
+    report = calibrator.fit_report
+    assert report.nll_after <= report.nll_before
+    assert calibrator.temperature == 1

@@ -93,8 +93,11 @@ def test_fitting_leaves_the_users_base_alone():
 def test_nothing_to_tell_apart_is_said_and_changes_nothing(right):
     z = torch.randn((2, 4, 20, 20), generator=torch.Generator().manual_seed(0))
     labels = z.argmax(1) if right else z.argmin(1)
-    calibrator = SelectiveScaling().fit(z, labels)
+    calibrator = SelectiveScaling().fit(z, labels, voxels="all")
     missing = "misprediction" if right else "correct prediction"
+    assert not any("voxels = 'all'" in note for note in calibrator.fit_report.notes)  # all of them were seen
+    report = calibrator.fit_report
+    assert (report.converged, report.certificate, report.iterations) == (True, 0, 0)
     assert any(f"no {missing} among the calibration voxels" in note for note in calibrator.fit_report.notes)
     assert calibrator.temperature == 1
     assert calibrator.fit_report.nll_after == calibrator.fit_report.nll_before

@@ -1,5 +1,6 @@
 """The parts of ``selective`` and ``ets``: thresholds, losses and weights, against plain searches."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from segcal.calibrators import SelectiveScaling
+from calibrators.local_cases import Tensors, case_set
+from segcal.calibrators import SelectiveScaling, selective
 from segcal.calibrators.selective import _folded, _network, _selection_loss, paper_temperature
 from segcal.calibrators.temperature import _least_squares, _log_parts
+from segcal.fitting.data import FitData
+from segcal.fitting.measured import mean_loss
 from segcal.fitting.sampling import VoxelSample
 
 CLASSES, CPU = 3, torch.device("cpu")
@@ -70,6 +74,24 @@ def test_no_other_threshold_and_temperature_have_a_lower_nll(seed):
     assert chosen < nll(suspicion > math.inf, 1.0)
 
 
+def test_training_is_steady_and_the_selector_is_stored(monkeypatch):
+    monkeypatch.setattr(selective, "_EPOCHS", 16)
+    parts = []
+    for seed in (0, 1):
+        voxels = sample(800, seed)
+        wrong = voxels.logits[:, 1] > 2  # what the selector has to learn
+        labels = torch.where(wrong, voxels.logits.argmin(1), voxels.logits.argmax(1))
+        parts.append(dataclasses.replace(voxels, labels=labels))
+    calibrator = SelectiveScaling()
+    calibrator.allocate(CLASSES)
+    training = calibrator._train(*parts, CPU, seed=0)
+    losses = [epoch.validation for epoch in training.history]
+    assert max(losses) < 1.1 * losses[0]
+    assert training.objective == min(losses) < 0.9 * losses[0]
+    suspicion, wrong = calibrator.suspicion(parts[1].logits.log_softmax(1)), parts[1].wrong
+    assert float((suspicion[wrong][:, None] > suspicion[~wrong]).double().mean()) > 0.75  # pairs in the right order
+
+
 def test_wrong_and_right_voxels_weigh_the_same_in_the_loss():
     voxels, network = sample(60), _network(CLASSES).eval().requires_grad_(False)
     loss = _selection_loss(network, voxels, CPU)
@@ -109,6 +131,27 @@ def test_weights_of_least_squares_are_those_of_a_search_on_the_simplex(seed):
     assert found.sum() == pytest.approx(1)
     assert (found >= 0).all()
     assert error(found) <= best.fun + 1e-9
+
+
+def test_of_three_distributions_one_alone_may_be_the_best():
+    voxels = sample()
+    logits, weights = voxels.logits.double(), voxels.weights / voxels.weights.sum()
+    best, worst = logits.argmax(1), logits.argmin(1)
+    for labels, beta, expected in ((best, 2.0, 0), (best, 0.5, 1), (worst, 0.5, 2), (worst, 2.0, 2)):
+        found = _least_squares(logits, labels, weights, torch.tensor(beta, dtype=torch.float64))
+        np.testing.assert_allclose(found, np.eye(3)[expected], atol=1e-9)
+
+
+def test_a_temperature_that_hurts_the_fit_data_is_replaced():
+    calibrator = suspicious("paper")
+    calibrator._layers()[-1][1][1] += 1e6  # everything is suspected
+    z = 3 * torch.randn(1, CLASSES, 6, 5, generator=torch.Generator().manual_seed(0))
+    cases, notes = case_set(Tensors("0", z, z.argmax(1), None)), []  # and everything is right
+    before = mean_loss(cases).nll
+    calibrator.beta.fill_(1e-10)
+    assert calibrator._measure(FitData(cases, None, "auto", 0), before, 0.5, notes) == before
+    assert float(calibrator.beta) == 1
+    assert [note.split(": ")[1] for note in notes] == ["T1 = 2", "T1 = 1"]
 
 
 def test_a_batch_is_its_images_each_alone():

@@ -1,6 +1,7 @@
 """Every option given in brackets changes what is computed, or is refused by name."""
 
 import math
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -203,3 +204,10 @@ def test_the_output_says_how_many_bins(run, tmp_path):
     assert "15 bins: ece, cece\n" in text
     assert "bins:" not in run("evaluate", root, "--metrics", "nll,ece[num_bins=50]")[1]
     assert evaluate(segcal.open_cases(root)).about["bins"] == 15
+
+
+def test_options_are_shared_and_cannot_be_changed():
+    option = options_of(METRICS["ece"].function)["num_bins"]
+    assert option is options_of(METRICS["ece"].function)["num_bins"]
+    with pytest.raises(FrozenInstanceError):
+        option.number = float

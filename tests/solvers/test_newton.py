@@ -447,3 +447,12 @@ def test_after_a_step_beyond_the_domain_the_next_is_at_most_twice_as_long_as_the
     start, beyond, taken, after = (float(point[0]) for point in witness.points)
     assert (start, beyond) == (0, 10)
     assert taken < after <= 3 * taken < 5
+
+
+@pytest.mark.parametrize("centre", [0.1, 10.0, 1e4])
+def test_a_parabola_is_not_flat_however_far_its_minimum(centre):
+    solution = minimise(
+        Newton(lambda x: (0.5 * float((x - centre) @ (x - centre)), x - centre, np.eye(1))), [0.0], max_steps=1
+    )
+    assert solution.converged
+    assert not solution.flat

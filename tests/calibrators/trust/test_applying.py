@@ -7,6 +7,7 @@ from calibrators.local_cases import Tensors, case_set
 from segcal.calibrators import TemperatureScaling, TrustCalibration
 from segcal.calibrators.trust import calibrator as module
 from segcal.calibrators.trust import fit, losers
+from segcal.calibrators.trust.features import SUMMARY
 from segcal.calibrators.trust.tiles import Images, tiles
 from segcal.errors import InputError
 from segcal.kernels import dispatch
@@ -41,6 +42,17 @@ def test_the_compiled_path_is_the_plain_one(share, monkeypatch):
     plain = calibrator(z.double())
     monkeypatch.setattr(dispatch, "_LARGE", 0)
     torch.testing.assert_close(calibrator(z).double(), plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("large", [2**30, 0], ids=["torch", "compiled"])
+def test_the_second_map_is_for_corrected_odds_alone(large, monkeypatch):
+    monkeypatch.setattr(dispatch, "_LARGE", large)
+    z = logits(2, CLASSES, 24, 30)
+    for share, same in ((0.0, True), (0.5, False)):
+        calibrator = example(share)
+        before = calibrator(z)
+        calibrator.second.mul_(1.5)
+        assert torch.equal(calibrator(z), before) == same
 
 
 @pytest.mark.parametrize("judged", [(1.0, 1.0), (0.3, 0.3), (1.0, 0.3), (0.0, 0.6)])
@@ -108,6 +120,21 @@ def test_a_survey_counts_mistakes_and_keeps_a_sample_of_them(monkeypatch):
     assert len(seen.wrong) == 2 * (20 + 1)  # 40 voxels, half of them from each case, and one more
     assert seen.wrong.weights.sum() == pytest.approx(seen.mistakes)
     assert bool((seen.wrong.logits.argmax(1) != seen.wrong.labels).all())
+
+
+def test_a_survey_draws_about_as_many_voxels_as_are_trained_on(monkeypatch):
+    monkeypatch.setattr(fit, "_TRAINED", 200)
+    drawn = fit.survey(cases(), torch.tensor(0.6), None, 0).sample
+    assert len(drawn.right) == pytest.approx(200, abs=60)  # four standard deviations
+    assert float(drawn.weights.sum()) == pytest.approx(2 * (2 * 12 - 2) * 15, rel=0.3)
+
+
+def test_images_are_remembered_once_there_are_eight():
+    summaries = torch.randn(8, SUMMARY, generator=torch.Generator().manual_seed(0)).double()
+    for count in (7, 8):
+        calibrator = example()
+        calibrator._remember_images(cases(), summaries[:count])
+        assert (float(calibrator.reach) < 1e3) == (count == 8)
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES, 200])

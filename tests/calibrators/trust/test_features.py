@@ -109,6 +109,28 @@ def test_point_features_are_what_their_names_say(size):
     torch.testing.assert_close(summary[:, 5], (changes + 1e-4).log(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [0, 2**30], ids=["torch", "compiled"])
+@pytest.mark.parametrize("space", [(6, 7), (3, 5, 4)])
+def test_features_of_the_image_are_shares_and_means_over_it(space, size):
+    z = torch.randn(2, 4, *space, generator=torch.Generator().manual_seed(0))
+    maps = voxel_maps(z, torch.tensor(1.7), size)
+    share, *means = features(maps, maps.totals, size)[:, -3:].unbind(1)
+    p1 = (1.7 * z.double()).softmax(1).amax(1)
+    for n, winner in enumerate(z.argmax(1)):
+        for label in range(4):
+            own = winner == label
+            torch.testing.assert_close(share[n][own].double(), own.double().mean().expand(int(own.sum())))
+        for found, values in zip(means, (p1[n], torch.log1p(-p1[n])), strict=True):
+            torch.testing.assert_close(found[n].double(), values.mean().expand(space), atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_plane_every_voxel_is_an_image_of_its_own():
+    z = 3 * torch.randn(40, 4, 1, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(of(z), of(z.unsqueeze(3)).squeeze(3))
+    lines = z.view(2, 20, 4).movedim(2, 1)
+    torch.testing.assert_close(of(lines).movedim(1, 2).flatten(0, 1), of(z).squeeze(2))
+
+
 def test_members_disagree_by_the_mutual_information():
     members = [3 * torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)).double() for seed in range(3)]
     p = torch.stack([z.softmax(1) for z in members])

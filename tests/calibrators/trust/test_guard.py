@@ -38,6 +38,10 @@ def test_distances_are_mahalanobis_and_leave_the_image_itself_out():
         away = summaries[i] - others.mean(0)
         lengths.append((away @ torch.linalg.solve(shrunk, away)).sqrt())
     assert float(reach) == pytest.approx(float(torch.stack(lengths).sort().values[27]), rel=1e-9)  # ceil(0.9 x 31)-th
+    covariance = summaries.T.cov()
+    variances = covariance.diagonal().diag()
+    shrunk = torch.lerp(covariance, variances, 3 / (3 + 30)) + 1e-3 * variances
+    torch.testing.assert_close(whiten @ shrunk @ whiten.T, torch.eye(3).double(), atol=1e-6, rtol=0)
     step = torch.linalg.solve(whiten, torch.tensor([1.0, 0, 0]).double()) * reach
     shares = known(centre + torch.tensor([0.0, 1.0, 1.25, 1.5, 9.0]).double()[:, None] * step, centre, whiten, reach)
     torch.testing.assert_close(shares, torch.tensor([1.0, 1.0, 0.5, 0.0, 0.0]).double())

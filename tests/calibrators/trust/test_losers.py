@@ -1,5 +1,7 @@
 """How the losers share what the winner leaves: the convex optimum, and simpler maps for many classes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,22 @@ def test_the_temperature_is_the_minimum():
     none = np.zeros((4, 4, 1))
     best = minimize_scalar(lambda b: reference(voxels, b, none), bounds=(0.01, 5), method="bounded")
     assert fit_temperature(voxels) == pytest.approx(best.x, abs=1e-4)
+
+
+@pytest.mark.parametrize("unit", [0.2, 100.0])
+def test_logits_in_another_unit_have_the_temperature_in_it(unit):
+    voxels = wrong_voxels()
+    other = dataclasses.replace(voxels, logits=unit * voxels.logits)
+    assert fit_temperature(other) == pytest.approx(fit_temperature(voxels) / unit, rel=1e-5)
+
+
+def test_weaker_penalties_are_not_tried_once_the_loss_rises(monkeypatch):
+    losses, tried = {np.inf: 3.0, 1.0: 2.0, 0.1: 2.5, 0.01: 1.0}, []
+    monkeypatch.setattr(
+        losers._Trial, "held_out_loss", lambda self, strength: tried.append(strength) or losses[strength]
+    )
+    assert losers._best(wrong_voxels(), 4, 1.0, tuple(losses)) == 1
+    assert tried == [strength for strength in (np.inf, 1.0, 0.1) for _ in range(4)]
 
 
 @pytest.mark.parametrize("most", [32, 2], ids=["matrices", "biases"])

@@ -136,3 +136,17 @@ def test_a_batch_of_each_network_may_have_fewer_voxels_than_features():
     x, winner = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 1]] * 3)
     expected = [trust(x[fold], winner[fold])[fold] for fold in range(3)]
     torch.testing.assert_close(trust(x, winner), torch.stack(expected))
+
+
+def test_networks_see_standardised_features_cut_off_at_four():
+    trust, random = TrustNetwork(5, 2, 3).requires_grad_(False), torch.Generator().manual_seed(0)
+    trust.reset(0)
+    torch.nn.init.normal_(trust.last, generator=random)
+    x, winner = torch.randn(20, 5, generator=random), torch.arange(20) % 2
+    mean, scale = torch.arange(5.0), torch.tensor([0.1, 1.0, 3.0, 10.0, 0.5])
+    plain = trust(x, winner)
+    far = trust(x.sign() * 4, winner)
+    trust.mean.copy_(mean)
+    trust.scale.copy_(scale)
+    torch.testing.assert_close(trust(mean + scale * x, winner), plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(trust(mean + 1e6 * x.sign() * scale, winner), far)

@@ -30,6 +30,18 @@ def test_it_is_scipys_regression_of_the_same_voxels():
     assert inside.mean() > 0.9
 
 
+def test_the_sum_of_two_is_that_of_all_their_voxels():
+    odds, right = draw(500)
+    whole, *parts = (OddsHistogram() for _ in range(3))
+    whole.add(odds, right)
+    for part, own in zip(parts, (slice(0, 200), slice(200, None)), strict=True):
+        part.add(odds[own], right[own])
+    both = parts[0] + parts[1]
+    assert np.array_equal(both.counts, whole.counts)
+    assert np.array_equal(both.right, whole.right)
+    assert (parts[0].counts.sum(), parts[1].counts.sum()) == (200, 300)  # neither has changed
+
+
 def test_it_rises_and_nobody_is_certain():
     histogram = OddsHistogram()
     histogram.add(torch.tensor([-1.0, 0.0, 1.0, 2.0]), torch.tensor([False, True, False, True]))
