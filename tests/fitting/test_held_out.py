@@ -13,6 +13,7 @@ from segcal.calibrators import (
 )
 from segcal.calibrators.base import FitData
 from segcal.cases.tensors import tensors_as_cases
+from segcal.errors import InputError
 from segcal.fitting.first_pass import held_out_samples, hold_out
 from segcal.fitting.measured import Detection, compared
 from segcal.fitting.sampling import VoxelSampler
@@ -173,3 +174,24 @@ def test_a_selector_that_selects_everything_is_noticed():
     assert any(share in note for note in calibrator.fit_report.notes)
     sound = SelectiveScaling().fit(scenes(4, size=(32, 40), plant=[ConfidentlyWrong()]))
     assert not any("of the correct predictions for wrong" in note for note in sound.fit_report.notes)
+
+
+@pytest.mark.usefixtures("_few_epochs")
+@pytest.mark.parametrize("name", VALIDATED)
+@pytest.mark.parametrize("wrong", [-100, 4])
+def test_validation_labels_that_are_no_classes_are_refused(name, wrong):
+    z, y, _ = tensors()
+    bad = y.clone()
+    bad[0, 3, 5] = wrong
+    with pytest.raises(InputError, match=rf"case 'tensors\[0\]': label {wrong} at voxel \(3, 5\)"):
+        make(name).fit(z, y, validation=(z, bad))
+
+
+@pytest.mark.usefixtures("_few_epochs")
+@pytest.mark.parametrize("name", VALIDATED)
+def test_validation_scores_without_a_softmax_are_refused(name):
+    z, y, _ = tensors()
+    bad = z.clone()
+    bad[0, 1, 3, 5] = torch.nan
+    with pytest.raises(InputError, match="at voxel"):
+        make(name).fit(z, y, validation=(bad, y))

@@ -21,7 +21,7 @@ from segcal.calibrators.local_network import (
     temperature,
 )
 from segcal.fitting.data import FitData, Fitted
-from segcal.fitting.measured import compared
+from segcal.fitting.measured import compared, mean_loss
 from segcal.solvers import adam
 
 # Epochs without improvement before training stops.
@@ -62,6 +62,7 @@ def fit_network(network: TemperatureTree, beta: float, data: FitData, recipe: Re
         train, held_out, note = train.divided()
         notes.append(note)
     else:
+        mean_loss(data.validation)  # refuses what no loss can be computed of
         own = data._replace(cases=data.validation)
         held_out = CropSource(own, beta, sides, network, recipe.per_image, share=0.25)
     device = train.device

@@ -151,7 +151,7 @@ def disagreement(members: Iterable[Tensor]) -> Tensor:
 def features(maps: VoxelMaps, totals: ImageTotals, size: int | None = None) -> Tensor:
     """All features ``(N, len(NAMES), *spatial)`` of whole planes, in the type of the log-probabilities.
 
-    Without a plane, ``(N, C)`` and ``(N, C, L)``, every voxel is taken for an image of its own.
+    Without a plane, ``(N, C, L)``, every voxel is taken for an image of its own.
     """
     like, winner = maps.point, maps.winner
     if winner.ndim < 3:
