@@ -27,8 +27,8 @@ _Part = tuple[float, FloatArray, FloatArray]
 _ROWS = 512
 # Threads share parts of at least so many rows, and each expert has at most so many and one more.
 _PART_ROWS, _PARTS = 2**12, 64
-# Up to so many outputs of a map compiled loops are as fast as matrix products. With 64 they take 1.7 times as long, with
-# 150 nearly three times: the map no longer fits the fastest memory.
+# Up to so many outputs of a map compiled loops are as fast as matrix products. With 64 they take 1.7 times as long,
+# with 150 nearly three times: the map no longer fits the fastest memory.
 _LOOP_OUTPUTS = 32
 # Voxels whose features are computed at a time, so that copies of their logits in float64 stay small.
 _DESCRIBED = 2**14
