@@ -385,6 +385,16 @@ def test_only_the_same_run_is_resumed(root):
         Trainer(config, resume=True)
 
 
+def test_a_checkpoint_from_before_a_key_was_added_is_resumed(root, tmp_path):
+    train(small(root, epochs=1))
+    file = tmp_path / "run" / "last.pt"
+    state = torch.load(file, weights_only=True)
+    config = json.loads(state["config"])
+    state["config"] = json.dumps({name: value for name, value in config.items() if name != "validate_every"})
+    torch.save(state, file)
+    assert train(small(root, epochs=2), resume=True).epochs == 2
+
+
 def test_what_cannot_work_is_said_before_the_first_step(root):
     with pytest.raises(SegcalError, match="CRaC needs a validation set, and it is empty"):
         Trainer(small(root, loss="crac", split={"train": 0.5, "test": 0.5}))

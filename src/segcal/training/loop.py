@@ -332,7 +332,9 @@ class Trainer:
 
     def _compare(self, state: dict[str, Any]) -> None:
         """Raise unless the checkpoint belongs to this run."""
-        mine, was = self.config.to_dict(), json.loads(state["config"])
+        # Keys that were added since have their defaults.
+        defaults = TrainingConfig(data=(), output="").to_dict()
+        mine, was = self.config.to_dict(), {**defaults, **json.loads(state["config"])}
         names = [name for name in sorted({*mine, *was} - {*_FREE}) if mine.get(name) != was.get(name)]
         different = [f"{name} ({mine.get(name)!r}, was {was.get(name)!r})" for name in names]
         if state["scans"] != self._sizes():
