@@ -166,6 +166,7 @@ def _work(waiting: Any, work: Callable[[Any], None], deadline: float) -> None:
         except queue.Empty:
             return
         work(item)
+        torch.compiler.reset()  # Every network is compiled anew, and after a few torch would give up.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
