@@ -2,7 +2,7 @@
 
 Reads the CSV files of the three recipes and prints, for every claim, what was compared: the mean difference of two
 methods over test cases with its 95% bootstrap interval, over images of CamVid, volumes of hippocampus and patients of
-ACDC. A comparison supports its claim if the interval lies on the claimed side of 0, and contradicts it if it lies on
+ACDC (means over seeds there). A comparison supports its claim if the interval lies on the claimed side of 0, and contradicts it if it lies on
 the other. A claim is reproduced if all comparisons support it, not reproduced if none does, and mixed otherwise.
 """
 
@@ -34,7 +34,7 @@ KEEPING |= {"isotonic", "meta-cal", "selective"}
 MOVING = {"camvid": ("MS", "DC", "CDC"), "": ("ms", "dc", "cdc")}
 MATCHED = {"camvid": (("LTS-TI", "LTS"), ("MS_c", "MS")), "": (("lts-ti", "lts"), ("ms-c", "ms"))}
 # The losses that claim (a) is about.
-CALIBRATED, OTHERS = ("nacl", "crac"), ("fl", "ls", "svls", "mbls-10", "mbls-5")
+CALIBRATED, OTHERS = ("nacl", "crac", "crac-margin5"), ("fl", "ls", "svls", "mbls-10", "mbls-5")
 
 
 class Setting(NamedTuple):
@@ -68,19 +68,24 @@ def camvid(table: str, part: str = "test") -> list[Setting]:
 
 ACDC = Setting("acdc", "posthoc.csv", (("run", "ce-dice-0"),), "calibrator")
 ACDC_NACL = Setting("acdc", "posthoc.csv", (("run", "nacl-0"),), "calibrator")
-LOSSES = Setting("acdc", "cases.csv", (("seed", "0"),), "run")
+LOSSES = Setting("acdc", "cases.csv", (), "run")
 HIPPOCAMPUS = [Setting("hippocampus", "posthoc.csv", (("run", run),), "calibrator") for run in ("ce", "ce-dice")]
 SINGLE = [ACDC, ACDC_NACL, *HIPPOCAMPUS]
 
 
 @cache
-def values(setting: Setting) -> dict[str, dict[str, Row]]:
-    """The rows of every method by test case."""
-    found: dict[str, dict[str, Row]] = {}
+def values(setting: Setting) -> dict[str, dict[str, list[Row]]]:
+    """The rows of every method by test case, one for each seed."""
+    found: dict[str, dict[str, list[Row]]] = {}
     for row in read_rows(HERE / setting.recipe / "results" / setting.file):
         if all(row[name] == value for name, value in setting.where):
-            found.setdefault(row[setting.method], {})[row["case"]] = row
+            found.setdefault(row[setting.method], {}).setdefault(row["case"], []).append(row)
     return found
+
+
+def value(rows: Sequence[Row], metric: str) -> float:
+    """A metric of a test case, the mean over seeds."""
+    return float(np.mean([float(row[metric]) for row in rows]))
 
 
 def of_losses() -> Iterator[Comparison]:
@@ -141,15 +146,15 @@ def of_trust() -> Iterator[Comparison]:
         found = values(setting)
         if "trust" not in found:
             continue
-        first = next(iter(found["trust"].values()))
+        first = next(iter(found["trust"].values()))[0]
         for metric in ("nll", "brier", "ece", "ece all", "ece boundary", "ba-ece", "ece-boundary"):
             if metric in first:
                 means = {name: _mean(rows, metric) for name, rows in found.items() if name in KEEPING}
                 yield Comparison(setting, metric, "trust", min(means, key=lambda name: means[name]), tied=True)
 
 
-def _mean(rows: dict[str, Row], metric: str) -> float:
-    return float(np.nanmean([float(row[metric]) for row in rows.values()]))
+def _mean(cases: dict[str, list[Row]], metric: str) -> float:
+    return float(np.nanmean([value(rows, metric) for rows in cases.values()]))
 
 
 CLAIMS: Sequence[Callable[[], Iterator[Comparison]]] = (
@@ -164,7 +169,7 @@ def compare(one: Comparison) -> tuple[str, str] | None:
         return None
     mine, theirs = found[one.one], found[one.other]
     cases = sorted(mine.keys() & theirs.keys())
-    differences = [float(mine[case][one.metric]) - float(theirs[case][one.metric]) for case in cases]
+    differences = [value(mine[case], one.metric) - value(theirs[case], one.metric) for case in cases]
     patients = [case.split("_")[0] for case in cases] if one.setting.recipe == "acdc" else None
     interval = hierarchical_bootstrap(np.array([differences]), groups=patients)
     low, high = float(interval.low), float(interval.high)

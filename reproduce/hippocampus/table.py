@@ -25,9 +25,10 @@ UNET, VOTES, FUSION = "LTS table 1, U-Net", "LTS table 1, VoteNet+", "LTS table 
 
 
 def grouped(rows: Sequence[Row], *keys: str) -> dict[str, list[Row]]:
-    """The rows of every method, in the order in which they came."""
+    """The rows of every method, in the order of the configuration; what needs no calibrator comes last."""
+    order = {name: place for place, name in enumerate((*config.METHODS, ""))}
     found: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: order[row["calibrator"]]):
         found.setdefault(" ".join(row[key] for key in keys if row[key]), []).append(row)
     return found
 

