@@ -3,8 +3,8 @@
 Reads the CSV files of the three recipes and prints, for every claim, what was compared: the mean difference of two
 methods over test cases with its 95% bootstrap interval, over images of CamVid, volumes of hippocampus and patients of
 ACDC (means over seeds there). A comparison supports its claim if the interval lies on the claimed side of 0, and
-contradicts it if it lies on the other. A claim is reproduced if all comparisons support it, not reproduced if none does,
-and mixed otherwise.
+contradicts it if it lies on the other. A claim is reproduced if all comparisons support it, not reproduced if none
+does, and mixed otherwise.
 """
 
 from __future__ import annotations
