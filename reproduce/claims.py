@@ -71,6 +71,7 @@ ACDC = Setting("acdc", "posthoc.csv", (("run", "ce-dice-0"),), "calibrator")
 ACDC_NACL = Setting("acdc", "posthoc.csv", (("run", "nacl-0"),), "calibrator")
 LOSSES = Setting("acdc", "cases.csv", (), "run")
 HIPPOCAMPUS = [Setting("hippocampus", "posthoc.csv", (("run", run),), "calibrator") for run in ("ce", "ce-dice")]
+FUSION = Setting("hippocampus", "fusion.csv", (("vote", "joint"),), "calibrator")
 SINGLE = [ACDC, ACDC_NACL, *HIPPOCAMPUS]
 
 
@@ -154,12 +155,19 @@ def of_trust() -> Iterator[Comparison]:
                 yield Comparison(setting, metric, "trust", min(means, key=lambda name: means[name]), tied=True)
 
 
+def of_fusion() -> Iterator[Comparison]:
+    """(h) Labels fused by calibrated votes are better, most with LTS."""
+    for one in ("ts", "ibts", "lts", "lts-ti", "trust"):
+        for metric in ("dsc", "hd95"):
+            yield Comparison(FUSION, metric, one, "none")
+
+
 def _mean(cases: dict[str, list[Row]], metric: str) -> float:
     return float(np.nanmean([value(rows, metric) for rows in cases.values()]))
 
 
 CLAIMS: Sequence[Callable[[], Iterator[Comparison]]] = (
-    of_losses, of_local, of_invariance, of_decisions, of_selective, of_shift, of_trust,
+    of_losses, of_local, of_invariance, of_decisions, of_selective, of_shift, of_trust, of_fusion,
 )  # fmt: skip
 
 
