@@ -14,7 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, exp, log1p32, logit, mapped_block, next_lower, rest_of
+from segcal.kernels.cuda_tiles import (
+    AHEAD,
+    DEEP,
+    best_of,
+    best_of_few,
+    exp,
+    log1p32,
+    logit,
+    mapped_block,
+    next_lower,
+    rest_of,
+)
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.scores import OFFSET_LIMIT
 
@@ -111,13 +122,7 @@ def apply_few_experts_loop(
         z = ()
         for k in tl.static_range(CLASSES):
             z = z + (logit(where, k, by_class, inside),)
-        best, winner, nan = z[0], tl.zeros_like(z[0]).to(tl.int32), z[0] != z[0]
-        for k in tl.static_range(1, CLASSES):
-            winner = tl.where(z[k] > best, k, winner)
-            best = tl.maximum(best, z[k])
-            nan = nan | (z[k] != z[k])
-        fit = (nan == 0) & (tl.abs(best) < float("inf"))
-        best = tl.where(fit, best, 0.0)
+        best, winner, fit = best_of_few(z, CLASSES)
         common = tl.minimum(tl.maximum(best, -_OFFSET), _OFFSET)
         if KIND == _LOG_PROBS:
             rest = tl.zeros_like(best)

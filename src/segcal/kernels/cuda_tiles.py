@@ -114,6 +114,18 @@ def best_of(where, classes, by_class, inside):
 
 
 @triton.jit
+def best_of_few(z, CLASSES: tl.constexpr):
+    """``best_of`` logits that a tuple holds."""
+    best, winner, nan = z[0], tl.zeros_like(z[0]).to(tl.int32), z[0] != z[0]
+    for k in tl.static_range(1, CLASSES):
+        winner = tl.where(z[k] > best, k, winner)
+        best = tl.maximum(best, z[k])
+        nan = nan | (z[k] != z[k])
+    fit = (nan == 0) & (tl.abs(best) < float("inf"))
+    return tl.where(fit, best, 0.0), winner, fit
+
+
+@triton.jit
 def rest_of(where, classes, by_class, inside, best, winner):
     """The sum of exp(logit - best) of all classes but the winner."""
     rest = tl.zeros_like(best)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from segcal.kernels.voxels import Voxels
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba", "triton")
-
-Kernel = Callable[[Voxels, int], Tally]
 
 # Below this many logits the reference is faster than importing numba.
 _LARGE = 2**18
@@ -47,9 +44,11 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
         array([[[1, 1],
                 [0, 0]]])
     """
+    kernels = _kernels(voxels, backend)
+    if hasattr(kernels, "shifted_tally"):  # the device chooses the shift, and is waited for once
+        return cast("tuple[Tally, float]", kernels.shifted_tally(voxels))
     voxels = dataclasses.replace(voxels, energy_shift=_rough_energy(voxels))
-    kernel = _kernel(voxels, backend)
-    return kernel(voxels, threads or torch.get_num_threads()), voxels.energy_shift
+    return kernels.tally(voxels, threads or torch.get_num_threads()), voxels.energy_shift
 
 
 def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
@@ -112,7 +111,8 @@ def _compiled(name: str) -> ModuleType | None:
         return None
 
 
-def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
+def _kernels(voxels: Voxels, backend: Backend) -> ModuleType:
+    """The module whose ``tally`` suits these voxels."""
     check_name("backend", backend, BACKENDS)
     logits = voxels.logits
     if backend in _DEVICES and not _suits(backend, logits):
@@ -128,8 +128,7 @@ def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
         module = _compiled("cuda")
     if module is None and backend != "auto":
         raise SegcalError(f"backend {backend!r} needs {backend}, which is not installed", fix=f"pip install {backend}")
-    kernel: Kernel = (module or reference).tally
-    return kernel
+    return module or reference
 
 
 def _rough_energy(voxels: Voxels) -> float:
