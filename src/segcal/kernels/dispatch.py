@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from segcal.errors import InputError, SegcalError, check_name
-from segcal.kernels import reference
+from segcal.kernels import device_torch, reference
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import Voxels
 
@@ -34,8 +34,8 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
     """All statistics of one update, by slot, and the shift that the energies are relative to.
 
     ``auto`` takes numba for at least 2^18 logits on the CPU and triton for logits on a CUDA device, both in float32 or
-    less and where they are installed, and the reference otherwise (float64 logits keep their precision there).
-    ``threads`` are numba's; None means torch's number.
+    less and where they are installed; on a CUDA device without triton torch does the same; and the reference otherwise
+    (float64 logits keep their precision there). ``threads`` are numba's; None means torch's number.
 
     Examples:
         >>> from segcal.kernels.grid import BinGrid
@@ -125,7 +125,7 @@ def _kernels(voxels: Voxels, backend: Backend) -> ModuleType:
     if backend == "numba" or (backend == "auto" and _suits("numba", logits) and logits.numel() >= _LARGE):
         module = _compiled("cpu")
     elif backend == "triton" or (backend == "auto" and _suits("triton", logits)):
-        module = _compiled("cuda")
+        module = _compiled("cuda") or (device_torch if backend == "auto" else None)
     if module is None and backend != "auto":
         raise SegcalError(f"backend {backend!r} needs {backend}, which is not installed", fix=f"pip install {backend}")
     return module or reference
