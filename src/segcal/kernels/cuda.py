@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,16 @@ from segcal.kernels import cuda_loops as loops
 from segcal.kernels import cuda_maps as maps
 from segcal.kernels.cuda_tally import shifted_tally as shifted_tally
 from segcal.kernels.cuda_tally import tally as tally
-from segcal.kernels.cuda_walk import BLOCK, FEW, PROGRAMS, Walk
+from segcal.kernels.cuda_walk import BLOCK, FEW, PROGRAMS, Walk, joined
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.grid import LIMIT, WIDTH
 from segcal.kernels.voxels import Voxels
 
+# How few classes are mapped: voxels of a block, warps and programs. Where no voxel waits for others, a thread has one
+# and a program few blocks, so that processors that are done get the next; where voxels share an expert, a program is a
+# warp, and with fewer registers (None: as many as it asks for) there are more of them at a time.
+_ALONE: dict[str, Any] = {"size": 128, "warps": 4, "programs": 2**16}
+_TOGETHER: dict[str, Any] = {"size": 32, "programs": 2**16, "maxnreg": 96}
 # Voxels of a tile of scores, numbers of it that a warp holds in registers, and the most warps that share one.
 _TILE_BLOCK, _TILE, _WARPS = 64, 2048, 8
 # The tables of expert maps by their weights, with what they were made for, and the bias so that its id stays its own.
@@ -63,18 +68,25 @@ def survey(voxels: Voxels, edges: Tensor) -> tuple[Tensor, float, bool]:
 
 def apply_temperature(logits: Tensor, beta: float) -> Tensor:
     """``log S(beta z)`` of logits ``(N, C, *spatial)``, with exactly their argmax and in their dtype."""
-    return _map(logits, maps.apply_temperature_loop, (), beta)
+    classes = logits.shape[1]
+    if classes > FEW:
+        return _map(logits, maps.apply_temperature_loop, (), beta)
+    return _map(logits, maps.apply_few_temperature_loop, (), beta, CLASSES=classes, **_ALONE)
 
 
 def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool) -> Tensor:
     """``log S(expert_map(z))`` of logits ``(N, C, *spatial)`` in their dtype; ``keep`` keeps exactly their argmax."""
     classes = logits.shape[1]
     expert_map.check_classes(classes)
-    options = {"KIND": experts.KINDS[expert_map.features], "ROUTED": len(expert_map.weight) > 1, "KEEP": keep}
+    options: dict[str, Any] = {
+        "KIND": experts.KINDS[expert_map.features],
+        "ROUTED": len(expert_map.weight) > 1,
+        "KEEP": keep,
+    }
     if classes <= FEW:
         tables = _expert_tables(expert_map, logits.device, classes)
-        size = _TILE_BLOCK // (1 + options["ROUTED"])
-        return _map(logits, experts.apply_few_experts_loop, tables, size=size, CLASSES=classes, **options)
+        options |= _TOGETHER if options["ROUTED"] else _ALONE
+        return _map(logits, experts.apply_few_experts_loop, tables, CLASSES=classes, **options)
     rows = _rows(classes)
     size = min(_TILE_BLOCK, _TILE * _WARPS // rows)
     room = (PROGRAMS, classes, size) if expert_map.features == "gaps" else (1,)
@@ -111,10 +123,11 @@ def _expert_tables(expert_map: ExpertMap, device: torch.device, rows: int) -> tu
     if weight.is_inference() or bias.is_inference():  # these do not say whether they were changed
         return _tables_of(expert_map, device, rows)
     made_for = expert_map.features, id(bias), weight._version, bias._version, device, rows
-    if weight not in _EXPERT_TABLES or _EXPERT_TABLES[weight][0] != made_for:
-        _EXPERT_TABLES[weight] = made_for, bias, _tables_of(expert_map, device, rows)
-    tables: tuple[Tensor, ...] = _EXPERT_TABLES[weight][-1]
-    return tables
+    known, _, tables = _EXPERT_TABLES.get(weight, (None, None, ()))
+    if known != made_for:
+        tables = _tables_of(expert_map, device, rows)
+        _EXPERT_TABLES[weight] = made_for, bias, tables
+    return cast("tuple[Tensor, ...]", tables)
 
 
 def _tables_of(expert_map: ExpertMap, device: torch.device, rows: int) -> tuple[Tensor, ...]:
@@ -141,19 +154,18 @@ def _tables_of(expert_map: ExpertMap, device: torch.device, rows: int) -> tuple[
 
 def _map(
     logits: Tensor, loop: Any, tables: tuple[Tensor, ...], *numbers: float, size: int = BLOCK, warps: int = 1,
-    **options: Any,
+    programs: int = PROGRAMS, **options: Any,
 ) -> Tensor:  # fmt: skip
     """The log-probabilities that a loop writes."""
-    walk = Walk.of(Voxels(logits, logits))
-    out = torch.empty(walk.logits.shape, dtype=logits.dtype, device=logits.device)
-    blocks, per_image = walk.blocks(size)
-    loop[(min(PROGRAMS, blocks),)](
-        walk.logits, out, *tables, blocks, per_image, *walk.sizes, *out.stride(), *numbers, BLOCK=size,
-        num_warps=warps, **options,
-    )  # fmt: skip
-    if len(out) == len(logits):
+    flat = joined(logits)
+    images, classes, inner = flat.shape
+    blocks = images * -(-inner // size)
+    out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
+    loop[(min(programs, blocks),)](
+        flat, out, *tables, blocks, classes, inner, *flat.stride(), *numbers, BLOCK=size, num_warps=warps, **options
+    )
+    if images == len(logits):
         return out.view(logits.shape)
-    classes = logits.shape[1]
     return out.view(classes, len(logits), -1).transpose(0, 1).reshape(logits.shape)
 
 

@@ -51,7 +51,9 @@ def _merged(keys, BLOCK: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, 
     for i in tl.static_range(FIRST, CLASSES - STEP):
         if (i - FIRST) % (2 * STEP) < STEP and i // (2 * BLOCK) == (i + STEP) // (2 * BLOCK):
             a, b = keys[i], keys[i + STEP]
-            keys = keys[:i] + (tl.maximum(a, b),) + keys[i + 1 : i + STEP] + (tl.minimum(a, b),) + keys[i + STEP + 1 :]
+            larger = tl.maximum(a, b)
+            smaller = a ^ b ^ larger  # without another comparison
+            keys = keys[:i] + (larger,) + keys[i + 1 : i + STEP] + (smaller,) + keys[i + STEP + 1 :]
     return keys
 
 
@@ -97,10 +99,13 @@ def _few_scores(
     scores = ()
     for k in tl.static_range(CLASSES):
         row = expert * CLASSES + k
-        s = tl.load(bias + row) + common * tl.load(tilt + row)
+        if KIND == _GAPS:
+            s = tl.load(bias + row) + tl.zeros_like(common)
+        else:
+            s = tl.load(bias + row) + common * tl.load(tilt + row)
         if KIND == _OWN:
             s += tl.load(weight + row) * features[k]
-        else:
+        elif KIND != _GAPS or k > 0:  # the score of the first rank is 0
             for j in tl.static_range(INPUTS):
                 s += tl.load(weight + (expert * INPUTS + j) * CLASSES + k) * features[j]
         scores = scores + (s,)
@@ -109,16 +114,13 @@ def _few_scores(
 
 @triton.jit
 def apply_few_experts_loop(
-    x, out, weight, tilt, bias, blocks, per_image, classes, inner, by_image, by_class, by_voxel, out_image, out_class,
-    out_voxel,
+    x, out, weight, tilt, bias, blocks, classes, inner, by_image, by_class, by_voxel,
     CLASSES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUTED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``apply_experts_loop`` for few classes, a number that the compiler knows; tables end with the last class."""
     INPUTS: tl.constexpr = CLASSES - (KIND == _GAPS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        inside, where, to = mapped_block(
-            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
-        )
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
         z = ()
         for k in tl.static_range(CLASSES):
             z = z + (logit(where, k, by_class, inside),)
@@ -174,9 +176,9 @@ def apply_few_experts_loop(
                 log_p = tl.where(k == first, own, tl.minimum(log_p, next_lower(own, dtype)))
             log_p = tl.where(fit, log_p, float("nan"))
             if KIND == _GAPS:
-                tl.store(to + order[k].to(tl.int64) * out_class, log_p.to(dtype), mask=inside)
+                tl.store(to + order[k].to(tl.int64) * inner, log_p.to(dtype), mask=inside)
             else:
-                tl.store(to + tl.cast(k, tl.int64) * out_class, log_p.to(dtype), mask=inside)
+                tl.store(to + tl.cast(k, tl.int64) * inner, log_p.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -204,8 +206,7 @@ def _margins(where, own_class, by_class, inside, best, classes):
 
 @triton.jit
 def apply_experts_loop(
-    x, out, weight, tilt, bias, order, blocks, per_image, classes, inner, by_image, by_class, by_voxel, out_image,
-    out_class, out_voxel,
+    x, out, weight, tilt, bias, order, blocks, classes, inner, by_image, by_class, by_voxel,
     CP: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUTED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``log S(s)`` of the scores s of an ``ExpertMap``; ``KEEP`` keeps exactly the argmax.
@@ -219,9 +220,7 @@ def apply_experts_loop(
     inputs = classes - (KIND == _GAPS)
     order += (tl.program_id(0) * classes).to(tl.int64) * BLOCK
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        inside, where, to = mapped_block(
-            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
-        )
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
         best, winner, fit = best_of(where, classes, by_class, inside)
         if KIND == _GAPS:
             _sort_classes(where, order, classes, by_class, inside, BLOCK)
@@ -279,7 +278,7 @@ def apply_experts_loop(
             own = tl.sum(tl.where(mine, log_p, 0.0), 0).to(dtype).to(tl.float32)
             log_p = tl.where(mine, own[None, :], tl.minimum(log_p, next_lower(own, dtype)[None, :]))
         log_p = tl.where(fit[None, :], log_p, float("nan"))
-        tl.store(to[None, :] + own_class.to(tl.int64) * out_class, log_p.to(dtype),
+        tl.store(to[None, :] + own_class.to(tl.int64) * inner, log_p.to(dtype),
                  mask=(k < classes)[:, None] & inside[None, :])  # fmt: skip
         if KIND == _GAPS:
             tl.debug_barrier()  # the next block sorts its classes in the same room

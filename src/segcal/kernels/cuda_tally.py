@@ -34,12 +34,12 @@ from segcal.kernels.voxels import ONE_BIN, Voxels
 
 # Voxels that one histogram can count.
 _LAUNCH = 2**23
-# Programs, each one warp, that take the blocks in turn.
-_PROGRAMS = 132 * 32
-# Voxels of a block and registers of a thread (None: as many as it asks for), with histograms of classes and without.
-# With fewer more warps hide each other's waiting, and with far fewer numbers move to memory and back.
-_FEW_BLOCK, _FEW_REGISTERS = {True: 32, False: 32}, {True: 96, False: None}
-_BLOCK, _REGISTERS = {True: 32, False: 64}, {True: 64, False: None}
+# Voxels of a block, registers of a thread (None: as many as it asks for) and programs, each one warp, that take the
+# blocks in turn; with histograms of classes and without. With fewer registers more warps of an H200's 132 processors
+# hide each other's waiting, 65536 / 32 / registers and at most 32 of each; with far fewer, numbers move to memory and
+# back.
+_FEW = {True: (32, 96, 132 * 21), False: (32, 64, 132 * 32)}
+_MANY = {True: (32, 64, 132 * 32), False: (64, None, 132 * 32)}
 # Copies of the histograms, and numbers in all of them (32 MB).
 _COPIES, _CELLS = 64, 2**22
 # Voxels among which the first that counts is looked for at a time, numbers that a program finishes, and warps for both.
@@ -89,9 +89,9 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     bins, few = len(by_class) if classwise else 0, classes <= FEW
     if not walk.voxels:
         return Tally.zeros(slots, classes, top, voxels.class_grid), 0.0
-    size = (_FEW_BLOCK if few else _BLOCK)[classwise]
+    size, registers, most = (_FEW if few else _MANY)[classwise]
     blocks, _ = walk.blocks(size)
-    programs = min(_PROGRAMS, blocks)
+    programs = min(most, blocks)
     cells = slots * (2 * len(top) + classes * (4 * bins + classes))
     copies = max(1, min(_COPIES, _CELLS // cells))
     parts = _parts(slots, classes, len(top), bins)
@@ -114,7 +114,7 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
             beta, out_size, slots, len(top), bins, copies,
             BLOCK=size, MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None,
             SCALED=scaled, CLASSWISE=classwise, TOP_STEPS=tables.top_steps, CLASS_STEPS=tables.class_steps,
-            num_warps=1, maxnreg=(_FEW_REGISTERS if few else _REGISTERS)[classwise], **options,
+            num_warps=1, maxnreg=registers, **options,
         )  # fmt: skip
         columns = room[out_size + copies * cells :].view(torch.float64).view(programs, -1).sum(0)
         finished = [2 * slots * len(top), max(slots * classes**2, len(columns))]

@@ -69,12 +69,13 @@ def block_of(block, per_image, inner, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def mapped_block(
-    x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Which voxels of a block exist, where their first logits are, and where their first results go."""
-    image, place, inside = block_of(block, per_image, inner, BLOCK)
-    return inside, x + image * by_image + place * by_voxel, out + image * out_image + place * out_voxel
+def mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK: tl.constexpr):
+    """Which voxels of a block exist, where their first logits are, and where their first results go.
+
+    The results of a class are ``inner`` numbers apart from those of the next.
+    """
+    image, place, inside = block_of(block, tl.cdiv(inner, BLOCK), inner, BLOCK)
+    return inside, x + image * by_image + place * by_voxel, out + image * classes * inner + place
 
 
 @triton.jit

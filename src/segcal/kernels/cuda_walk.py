@@ -30,13 +30,8 @@ class Walk:
 
     @classmethod
     def of(cls, voxels: Voxels) -> Walk:
-        """Copies the logits only if their spatial axes cannot be flattened, or to join small images to one."""
-        logits = voxels.logits.detach()
-        batch, classes, *spatial = logits.shape
-        inner = math.prod(spatial)
-        logits = logits.reshape(batch, classes, inner)
-        if inner < BLOCK:
-            logits = logits.transpose(0, 1).reshape(1, classes, batch * inner)
+        """Copies as ``joined`` does."""
+        logits = joined(voxels.logits)
         ignored = _NO_LABEL if voxels.ignore_index is None else voxels.ignore_index
         labels, mask = (flat(own, logits.device) for own in (voxels.labels, voxels.mask))
         assert labels is not None
@@ -66,6 +61,14 @@ class Walk:
         """Blocks of all images and of one."""
         per_image = -(-self.logits.shape[2] // size)
         return len(self.logits) * per_image, per_image
+
+
+def joined(logits: Tensor) -> Tensor:
+    """Logits ``(N, C, V)``; copied only if their spatial axes cannot be flattened, or to join small images to one."""
+    batch, classes, *spatial = logits.shape
+    inner = math.prod(spatial)
+    logits = logits.detach().reshape(batch, classes, inner)
+    return logits if inner >= BLOCK else logits.transpose(0, 1).reshape(1, classes, batch * inner)
 
 
 def flat(tensor: Tensor | None, device: torch.device) -> Tensor | None:

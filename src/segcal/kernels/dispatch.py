@@ -57,14 +57,12 @@ def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
     ``size`` is the number of values of the whole that they are part of.
     """
     size = logits.numel() if size is None else size
-    recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
-    return None if recorded or not _suits("numba", logits) or size < _LARGE else _compiled("apply_cpu")
+    return None if size < _LARGE or not _suits("numba", logits) or _recorded(logits) else _compiled("apply_cpu")
 
 
 def cuda_kernels(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.cuda`` if it suits these logits: on a CUDA device, and no gradient is needed."""
-    recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
-    suits = not recorded and logits.numel() > 0 and _suits("triton", logits)
+    suits = logits.numel() > 0 and _suits("triton", logits) and not _recorded(logits)
     return _compiled("cuda") if suits else None
 
 
@@ -97,10 +95,15 @@ def recording() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
+def _recorded(logits: Tensor) -> bool:
+    """Whether what happens to these logits is recorded, to be compiled or for gradients."""
+    return recording() or (logits.requires_grad and torch.is_grad_enabled())
+
+
 def _suits(backend: str, logits: Tensor) -> bool:
     narrow = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
     small = backend == "numba" or logits.shape[1] <= _TILE_CLASSES
-    return logits.device.type == _DEVICES[backend] and narrow and small
+    return narrow and small and logits.device.type == _DEVICES[backend]
 
 
 def _compiled(name: str) -> ModuleType | None:
