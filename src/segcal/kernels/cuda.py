@@ -84,7 +84,7 @@ def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool) -> Tenso
         "KEEP": keep,
     }
     if classes <= FEW:
-        tables = _expert_tables(expert_map, logits.device, classes)
+        tables = _expert_tables(expert_map, logits.device, classes + classes % 2)
         options |= _TOGETHER if options["ROUTED"] else _ALONE
         return _map(logits, experts.apply_few_experts_loop, tables, CLASSES=classes, **options)
     rows = _rows(classes)

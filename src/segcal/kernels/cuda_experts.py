@@ -92,23 +92,38 @@ def _features(z, best, KIND: tl.constexpr, CLASSES: tl.constexpr):
 
 
 @triton.jit
+def _two(numbers, place):
+    """Two neighbouring float32 numbers, the first at an even place, in one load."""
+    both = tl.load((numbers + place).to(tl.pointer_type(tl.int64), bitcast=True))
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _few_scores(
     features, common, weight, tilt, bias, expert, KIND: tl.constexpr, CLASSES: tl.constexpr, INPUTS: tl.constexpr
 ):
-    """The scores of one expert."""
+    """The scores of one expert, two classes at a time: the rows of tables have an even length."""
+    ROWS: tl.constexpr = CLASSES + CLASSES % 2
     scores = ()
-    for k in tl.static_range(CLASSES):
-        row = expert * CLASSES + k
-        if KIND == _GAPS:
-            s = tl.load(bias + row) + tl.zeros_like(common)
-        else:
-            s = tl.load(bias + row) + common * tl.load(tilt + row)
+    for k in tl.static_range(0, CLASSES, 2):
+        row = expert * ROWS + k
+        one, other = _two(bias, row)
+        s, t = one + tl.zeros_like(common), other + tl.zeros_like(common)
+        if KIND != _GAPS:
+            one, other = _two(tilt, row)
+            s += one * common
+            t += other * common
         if KIND == _OWN:
-            s += tl.load(weight + row) * features[k]
-        elif KIND != _GAPS or k > 0:  # the score of the first rank is 0
+            one, other = _two(weight, row)
+            s += one * features[k]
+            if k + 1 < CLASSES:
+                t += other * features[k + 1]
+        else:
             for j in tl.static_range(INPUTS):
-                s += tl.load(weight + (expert * INPUTS + j) * CLASSES + k) * features[j]
-        scores = scores + (s,)
+                one, other = _two(weight, (expert * INPUTS + j) * ROWS + k)
+                s += one * features[j]
+                t += other * features[j]
+        scores = scores + (s, t) if k + 1 < CLASSES else scores + (s,)
     return scores
 
 
@@ -117,7 +132,7 @@ def apply_few_experts_loop(
     x, out, weight, tilt, bias, blocks, classes, inner, by_image, by_class, by_voxel,
     CLASSES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUTED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``apply_experts_loop`` for few classes, a number that the compiler knows; tables end with the last class."""
+    """``apply_experts_loop`` for few classes, a number that the compiler knows; rows of tables are even."""
     INPUTS: tl.constexpr = CLASSES - (KIND == _GAPS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
