@@ -149,8 +149,10 @@ class VoxelStatistics:
         if isinstance(regions, Mapping):
             regions = {name: inside for name, inside in regions.items() if name != EVERYTHING}
         masks = region_masks(self.regions, labels, regions)
-        atoms, slots = atoms_of(voxels, masks) if masks else ((0,), None)
-        voxels = dataclasses.replace(voxels, slots=slots, num_slots=len(atoms))
+        atoms: tuple[int, ...] = (0,)
+        if masks:
+            atoms, slots = atoms_of(voxels, masks)
+            voxels = dataclasses.replace(voxels, slots=slots, num_slots=len(atoms))
         result, shift = tally(voxels, self.backend, self.threads)
         if score_map is not None:
             result.energy[:], shift = 0.0, 0.0
@@ -290,11 +292,7 @@ class VoxelStatistics:
             self.layout = self.layout._replace(atoms=self.layout.atoms + new)
             grown = zip(self._tally, self._zeros(len(new)), strict=True)
             self._tally = Tally(*(np.concatenate(pair) for pair in grown))
-        moved = layout.energy_shift - self.layout.energy_shift
-        count = other.confusion.sum((1, 2))
-        first, second = other.energy.T
-        shifted = np.stack((first + count * moved, second + 2 * moved * first + count * moved**2), 1)
-        other = other._replace(energy=shifted)
+        other = other.moved(layout.energy_shift - self.layout.energy_shift)
         if layout.atoms == self.layout.atoms:
             self._tally.add(other)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ from segcal.kernels.grid import BinGrid
 from segcal.kernels.voxels import AffineMap, Voxels
 
 cuda = pytest.importorskip("segcal.kernels.cuda")
+cuda_tally = pytest.importorskip("segcal.kernels.cuda_tally")
 
 pytestmark = [
     pytest.mark.cuda,
@@ -28,6 +30,14 @@ CLASS_GRID = BinGrid.classwise((15, 50), (1e-3,))
 TOP_GRID = BinGrid.top_label((15, 50), CLASS_GRID)
 # Of many classes: the interpreter runs blocks of 64 voxels one after the other, and takes seconds for each.
 SIZE = (2, 9, 8) if DEVICE == "cuda" else (1, 9, 8)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    """The interpreter takes as long for every program, however little it does."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cuda_tally, "_FINISH", 4096)
+        monkeypatch.setattr(cuda_tally, "_COPIES", 3)
 
 
 def voxels(classes: int = 5, dtype: torch.dtype = torch.float32, size: tuple[int, ...] = (2, 9, 8), **more) -> Voxels:
@@ -114,6 +124,35 @@ def test_the_same_data_give_the_same_bits() -> None:
     given = voxels(19, size=SIZE)
     for one, other in zip(cuda.tally(given, 1), cuda.tally(given, 1), strict=True):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("classes", [3, 26])
+def test_voxels_that_do_not_count_may_hold_anything(classes: int) -> None:
+    given = voxels(classes, size=(1, 9, 8))
+    given.labels[0, 0] = 255
+    given.logits[0, :, 0], given.logits[0, 0, 0] = 1000.0, torch.nan
+    given.logits[0, :, 0, 3:] = torch.inf
+    found, shift = cuda.shifted_tally(given)
+    assert_same(found, reference.tally(dataclasses.replace(given, energy_shift=shift), 1))
+    assert shift == given.logits[0, :, 1][:, given.labels[0, 1] != 255][:, 0].amax()
+
+
+def test_many_launches_equal_one(monkeypatch) -> None:
+    given = voxels(4, size=(2, 9, 8))
+    whole = cuda.tally(given, 1)
+    monkeypatch.setattr(cuda_tally, "_LAUNCH", 64)
+    assert_same(cuda.tally(given, 1), whole)
+
+
+def test_without_voxels() -> None:
+    given = voxels(4)
+    none = dataclasses.replace(given, logits=given.logits[:0], labels=given.labels[:0])
+    found, shift = cuda.shifted_tally(none)
+    assert_same(found, reference.tally(none, 1))
+    assert shift == 0
+    found, shift = cuda.shifted_tally(dataclasses.replace(given, labels=torch.full_like(given.labels, 255)))
+    assert_same(found, reference.tally(none, 1))
+    assert shift == 0
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -14,7 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, exp, log1p32, logit, mapped_block, next_lower, rest_of
+from segcal.kernels.cuda_tiles import (
+    AHEAD,
+    DEEP,
+    best_of,
+    best_of_few,
+    exp,
+    log1p32,
+    logit,
+    mapped_block,
+    next_lower,
+    rest_of,
+)
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.scores import OFFSET_LIMIT
 
@@ -40,7 +51,9 @@ def _merged(keys, BLOCK: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, 
     for i in tl.static_range(FIRST, CLASSES - STEP):
         if (i - FIRST) % (2 * STEP) < STEP and i // (2 * BLOCK) == (i + STEP) // (2 * BLOCK):
             a, b = keys[i], keys[i + STEP]
-            keys = keys[:i] + (tl.maximum(a, b),) + keys[i + 1 : i + STEP] + (tl.minimum(a, b),) + keys[i + STEP + 1 :]
+            larger = tl.maximum(a, b)
+            smaller = a ^ b ^ larger  # without another comparison
+            keys = keys[:i] + (larger,) + keys[i + 1 : i + STEP] + (smaller,) + keys[i + STEP + 1 :]
     return keys
 
 
@@ -79,45 +92,54 @@ def _features(z, best, KIND: tl.constexpr, CLASSES: tl.constexpr):
 
 
 @triton.jit
+def _two(numbers, place):
+    """Two neighbouring float32 numbers, the first at an even place, in one load."""
+    both = tl.load((numbers + place).to(tl.pointer_type(tl.int64), bitcast=True))
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _few_scores(
     features, common, weight, tilt, bias, expert, KIND: tl.constexpr, CLASSES: tl.constexpr, INPUTS: tl.constexpr
 ):
-    """The scores of one expert."""
+    """The scores of one expert, two classes at a time: the rows of tables have an even length."""
+    ROWS: tl.constexpr = CLASSES + CLASSES % 2
     scores = ()
-    for k in tl.static_range(CLASSES):
-        row = expert * CLASSES + k
-        s = tl.load(bias + row) + common * tl.load(tilt + row)
+    for k in tl.static_range(0, CLASSES, 2):
+        row = expert * ROWS + k
+        one, other = _two(bias, row)
+        s, t = one + tl.zeros_like(common), other + tl.zeros_like(common)
+        if KIND != _GAPS:
+            one, other = _two(tilt, row)
+            s += one * common
+            t += other * common
         if KIND == _OWN:
-            s += tl.load(weight + row) * features[k]
+            one, other = _two(weight, row)
+            s += one * features[k]
+            if k + 1 < CLASSES:
+                t += other * features[k + 1]
         else:
             for j in tl.static_range(INPUTS):
-                s += tl.load(weight + (expert * INPUTS + j) * CLASSES + k) * features[j]
-        scores = scores + (s,)
+                one, other = _two(weight, (expert * INPUTS + j) * ROWS + k)
+                s += one * features[j]
+                t += other * features[j]
+        scores = scores + (s, t) if k + 1 < CLASSES else scores + (s,)
     return scores
 
 
 @triton.jit
 def apply_few_experts_loop(
-    x, out, weight, tilt, bias, blocks, per_image, classes, inner, by_image, by_class, by_voxel, out_image, out_class,
-    out_voxel,
+    x, out, weight, tilt, bias, blocks, classes, inner, by_image, by_class, by_voxel,
     CLASSES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUTED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``apply_experts_loop`` for few classes, a number that the compiler knows; tables end with the last class."""
+    """``apply_experts_loop`` for few classes, a number that the compiler knows; rows of tables are even."""
     INPUTS: tl.constexpr = CLASSES - (KIND == _GAPS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        inside, where, to = mapped_block(
-            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
-        )
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
         z = ()
         for k in tl.static_range(CLASSES):
             z = z + (logit(where, k, by_class, inside),)
-        best, winner, nan = z[0], tl.zeros_like(z[0]).to(tl.int32), z[0] != z[0]
-        for k in tl.static_range(1, CLASSES):
-            winner = tl.where(z[k] > best, k, winner)
-            best = tl.maximum(best, z[k])
-            nan = nan | (z[k] != z[k])
-        fit = (nan == 0) & (tl.abs(best) < float("inf"))
-        best = tl.where(fit, best, 0.0)
+        best, winner, fit = best_of_few(z, CLASSES)
         common = tl.minimum(tl.maximum(best, -_OFFSET), _OFFSET)
         if KIND == _LOG_PROBS:
             rest = tl.zeros_like(best)
@@ -169,9 +191,9 @@ def apply_few_experts_loop(
                 log_p = tl.where(k == first, own, tl.minimum(log_p, next_lower(own, dtype)))
             log_p = tl.where(fit, log_p, float("nan"))
             if KIND == _GAPS:
-                tl.store(to + order[k].to(tl.int64) * out_class, log_p.to(dtype), mask=inside)
+                tl.store(to + order[k].to(tl.int64) * inner, log_p.to(dtype), mask=inside)
             else:
-                tl.store(to + tl.cast(k, tl.int64) * out_class, log_p.to(dtype), mask=inside)
+                tl.store(to + tl.cast(k, tl.int64) * inner, log_p.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -199,8 +221,7 @@ def _margins(where, own_class, by_class, inside, best, classes):
 
 @triton.jit
 def apply_experts_loop(
-    x, out, weight, tilt, bias, order, blocks, per_image, classes, inner, by_image, by_class, by_voxel, out_image,
-    out_class, out_voxel,
+    x, out, weight, tilt, bias, order, blocks, classes, inner, by_image, by_class, by_voxel,
     CP: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUTED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``log S(s)`` of the scores s of an ``ExpertMap``; ``KEEP`` keeps exactly the argmax.
@@ -214,9 +235,7 @@ def apply_experts_loop(
     inputs = classes - (KIND == _GAPS)
     order += (tl.program_id(0) * classes).to(tl.int64) * BLOCK
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        inside, where, to = mapped_block(
-            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
-        )
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
         best, winner, fit = best_of(where, classes, by_class, inside)
         if KIND == _GAPS:
             _sort_classes(where, order, classes, by_class, inside, BLOCK)
@@ -274,7 +293,7 @@ def apply_experts_loop(
             own = tl.sum(tl.where(mine, log_p, 0.0), 0).to(dtype).to(tl.float32)
             log_p = tl.where(mine, own[None, :], tl.minimum(log_p, next_lower(own, dtype)[None, :]))
         log_p = tl.where(fit[None, :], log_p, float("nan"))
-        tl.store(to[None, :] + own_class.to(tl.int64) * out_class, log_p.to(dtype),
+        tl.store(to[None, :] + own_class.to(tl.int64) * inner, log_p.to(dtype),
                  mask=(k < classes)[:, None] & inside[None, :])  # fmt: skip
         if KIND == _GAPS:
             tl.debug_barrier()  # the next block sorts its classes in the same room

@@ -1,28 +1,38 @@
 """The compiled loops of ``segcal.kernels.cuda`` that map logits to log-probabilities."""
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-# mypy: disallow-untyped-decorators=False
+# mypy: ignore-errors
 # (triton infers the types of compiled functions itself)
+# ruff: noqa: RUF005
+# (and adds tuples, but does not unpack them)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from segcal.kernels.cuda_tiles import AHEAD, DEEP, best_of, exp, log1p32, logit, mapped_block, next_lower, rest_of
+from segcal.kernels.cuda_tiles import (
+    AHEAD,
+    DEEP,
+    best_of,
+    best_of_few,
+    exp,
+    log1p32,
+    logit,
+    mapped_block,
+    next_lower,
+    rest_of,
+)
 
 
 @triton.jit
 def apply_temperature_loop(
-    x, out, blocks, per_image, classes, inner, by_image, by_class, by_voxel, out_image, out_class, out_voxel, beta,
+    x, out, blocks, classes, inner, by_image, by_class, by_voxel, beta,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``log S(beta z)`` to ``out``, with exactly the argmax of z."""
     dtype: tl.constexpr = out.dtype.element_ty
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        inside, where, to = mapped_block(
-            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
-        )
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
         best, winner, fit = best_of(where, classes, by_class, inside)
         rest = tl.zeros_like(best)
         for k in tl.range(0, classes, loop_unroll_factor=AHEAD):
@@ -35,7 +45,34 @@ def apply_temperature_loop(
             d = logit(where, k, by_class, inside) - best
             log_p = tl.minimum(tl.where(d < -DEEP, -float("inf"), d * beta + top), limit)
             log_p = tl.where((k == winner) | (fit == 0), own, log_p)
-            tl.store(to + tl.cast(k, tl.int64) * out_class, log_p.to(dtype), mask=inside)
+            tl.store(to + tl.cast(k, tl.int64) * inner, log_p.to(dtype), mask=inside)
+
+
+@triton.jit
+def apply_few_temperature_loop(
+    x, out, blocks, classes, inner, by_image, by_class, by_voxel, beta, BLOCK: tl.constexpr, CLASSES: tl.constexpr
+):
+    """``apply_temperature_loop`` for few classes, a number that the compiler knows: logits are read once."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
+        z = ()
+        for k in tl.static_range(CLASSES):
+            z = z + (logit(where, k, by_class, inside),)
+        best, winner, fit = best_of_few(z, CLASSES)
+        rest = tl.zeros_like(best)
+        scores = ()
+        for k in tl.static_range(CLASSES):
+            d = tl.where(z[k] - best < -DEEP, -float("inf"), (z[k] - best) * beta)
+            rest += tl.where(k == winner, 0.0, exp(d))
+            scores = scores + (d,)
+        top = tl.where(fit, -log1p32(rest), float("nan"))
+        own = top.to(dtype).to(tl.float32)
+        limit = next_lower(own, dtype)
+        for k in tl.static_range(CLASSES):
+            log_p = tl.minimum(scores[k] + top, limit)
+            log_p = tl.where((k == winner) | (fit == 0), own, log_p)
+            tl.store(to + tl.cast(k, tl.int64) * inner, log_p.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -81,16 +118,13 @@ def _curve(
 
 @triton.jit
 def apply_curve_loop(
-    x, out, first_table, second_table, blocks, per_image, classes, inner, by_image, by_class, by_voxel, out_image,
-    out_class, out_voxel, bins, limit, width,
+    x, out, first_table, second_table, blocks, classes, inner, by_image, by_class, by_voxel, bins, limit, width,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``log S(s)`` of scores s that are functions of the log-probabilities; ``KEEP`` keeps exactly the argmax."""
     dtype: tl.constexpr = out.dtype.element_ty
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        inside, where, to = mapped_block(
-            x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK
-        )
+        inside, where, to = mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK)
         best, winner, fit = best_of(where, classes, by_class, inside)
         used = inside & fit
         others = rest_of(where, classes, by_class, used, best, winner)
@@ -112,4 +146,4 @@ def apply_curve_loop(
             if KEEP:
                 log_p = tl.where(k == winner, own, tl.minimum(log_p, next_lower(own, dtype)))
             log_p = tl.where(fit, log_p, float("nan"))
-            tl.store(to + tl.cast(k, tl.int64) * out_class, log_p.to(dtype), mask=inside)
+            tl.store(to + tl.cast(k, tl.int64) * inner, log_p.to(dtype), mask=inside)

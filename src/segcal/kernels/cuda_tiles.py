@@ -69,12 +69,13 @@ def block_of(block, per_image, inner, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def mapped_block(
-    x, out, block, per_image, inner, by_image, by_voxel, out_image, out_voxel, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Which voxels of a block exist, where their first logits are, and where their first results go."""
-    image, place, inside = block_of(block, per_image, inner, BLOCK)
-    return inside, x + image * by_image + place * by_voxel, out + image * out_image + place * out_voxel
+def mapped_block(x, out, block, classes, inner, by_image, by_voxel, BLOCK: tl.constexpr):
+    """Which voxels of a block exist, where their first logits are, and where their first results go.
+
+    The results of a class are ``inner`` numbers apart from those of the next.
+    """
+    image, place, inside = block_of(block, tl.cdiv(inner, BLOCK), inner, BLOCK)
+    return inside, x + image * by_image + place * by_voxel, out + image * classes * inner + place
 
 
 @triton.jit
@@ -109,6 +110,18 @@ def best_of(where, classes, by_class, inside):
         best = tl.where(better, z, best)
         winner = tl.where(better, k, winner)
         nan = nan | (z != z)
+    fit = (nan == 0) & (tl.abs(best) < float("inf"))
+    return tl.where(fit, best, 0.0), winner, fit
+
+
+@triton.jit
+def best_of_few(z, CLASSES: tl.constexpr):
+    """``best_of`` logits that a tuple holds."""
+    best, winner, nan = z[0], tl.zeros_like(z[0]).to(tl.int32), z[0] != z[0]
+    for k in tl.static_range(1, CLASSES):
+        winner = tl.where(z[k] > best, k, winner)
+        best = tl.maximum(best, z[k])
+        nan = nan | (z[k] != z[k])
     fit = (nan == 0) & (tl.abs(best) < float("inf"))
     return tl.where(fit, best, 0.0), winner, fit
 

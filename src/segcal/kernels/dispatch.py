@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from segcal.errors import InputError, SegcalError, check_name
-from segcal.kernels import reference
+from segcal.kernels import device_torch, reference
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import Voxels
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba", "triton")
-
-Kernel = Callable[[Voxels, int], Tally]
 
 # Below this many logits the reference is faster than importing numba.
 _LARGE = 2**18
@@ -37,8 +34,8 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
     """All statistics of one update, by slot, and the shift that the energies are relative to.
 
     ``auto`` takes numba for at least 2^18 logits on the CPU and triton for logits on a CUDA device, both in float32 or
-    less and where they are installed, and the reference otherwise (float64 logits keep their precision there).
-    ``threads`` are numba's; None means torch's number.
+    less and where they are installed; on a CUDA device without triton torch does the same; and the reference otherwise
+    (float64 logits keep their precision there). ``threads`` are numba's; None means torch's number.
 
     Examples:
         >>> from segcal.kernels.grid import BinGrid
@@ -47,9 +44,11 @@ def tally(voxels: Voxels, backend: Backend = "auto", threads: int | None = None)
         array([[[1, 1],
                 [0, 0]]])
     """
+    kernels = _kernels(voxels, backend)
+    if hasattr(kernels, "shifted_tally"):  # the device chooses the shift, and is waited for once
+        return cast("tuple[Tally, float]", kernels.shifted_tally(voxels))
     voxels = dataclasses.replace(voxels, energy_shift=_rough_energy(voxels))
-    kernel = _kernel(voxels, backend)
-    return kernel(voxels, threads or torch.get_num_threads()), voxels.energy_shift
+    return kernels.tally(voxels, threads or torch.get_num_threads()), voxels.energy_shift
 
 
 def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
@@ -58,14 +57,12 @@ def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
     ``size`` is the number of values of the whole that they are part of.
     """
     size = logits.numel() if size is None else size
-    recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
-    return None if recorded or not _suits("numba", logits) or size < _LARGE else _compiled("apply_cpu")
+    return None if size < _LARGE or not _suits("numba", logits) or _recorded(logits) else _compiled("apply_cpu")
 
 
 def cuda_kernels(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.cuda`` if it suits these logits: on a CUDA device, and no gradient is needed."""
-    recorded = recording() or (logits.requires_grad and torch.is_grad_enabled())
-    suits = not recorded and logits.numel() > 0 and _suits("triton", logits)
+    suits = logits.numel() > 0 and _suits("triton", logits) and not _recorded(logits)
     return _compiled("cuda") if suits else None
 
 
@@ -98,10 +95,15 @@ def recording() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
+def _recorded(logits: Tensor) -> bool:
+    """Whether what happens to these logits is recorded, to be compiled or for gradients."""
+    return recording() or (logits.requires_grad and torch.is_grad_enabled())
+
+
 def _suits(backend: str, logits: Tensor) -> bool:
     narrow = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
     small = backend == "numba" or logits.shape[1] <= _TILE_CLASSES
-    return logits.device.type == _DEVICES[backend] and narrow and small
+    return narrow and small and logits.device.type == _DEVICES[backend]
 
 
 def _compiled(name: str) -> ModuleType | None:
@@ -112,7 +114,8 @@ def _compiled(name: str) -> ModuleType | None:
         return None
 
 
-def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
+def _kernels(voxels: Voxels, backend: Backend) -> ModuleType:
+    """The module whose ``tally`` suits these voxels."""
     check_name("backend", backend, BACKENDS)
     logits = voxels.logits
     if backend in _DEVICES and not _suits(backend, logits):
@@ -125,11 +128,10 @@ def _kernel(voxels: Voxels, backend: Backend) -> Kernel:
     if backend == "numba" or (backend == "auto" and _suits("numba", logits) and logits.numel() >= _LARGE):
         module = _compiled("cpu")
     elif backend == "triton" or (backend == "auto" and _suits("triton", logits)):
-        module = _compiled("cuda")
+        module = _compiled("cuda") or (device_torch if backend == "auto" else None)
     if module is None and backend != "auto":
         raise SegcalError(f"backend {backend!r} needs {backend}, which is not installed", fix=f"pip install {backend}")
-    kernel: Kernel = (module or reference).tally
-    return kernel
+    return module or reference
 
 
 def _rough_energy(voxels: Voxels) -> float:

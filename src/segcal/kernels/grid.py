@@ -22,7 +22,7 @@ LOGIT_BINS, LIMIT = 2**14, 30.0
 WIDTH = 2 * LIMIT / LOGIT_BINS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BinGrid:
     """Bins with upper edges ``upper (M,)``; bin ``i`` is ``(upper[i - 1], upper[i]]``.
 
@@ -74,6 +74,11 @@ class BinGrid:
     def lower(self) -> NDArray[np.float64]:
         """Lower edges ``(M,)``."""
         return np.concatenate(([0.0], self.upper[:-1]))
+
+    @property
+    def steps(self) -> int:
+        """How far above ``first`` a bin can be."""
+        return int(np.diff(np.append(self.first, len(self))).max())
 
     def within(self, coarser: BinGrid) -> NDArray[np.int64]:
         """Which bin of ``coarser``, whose edges are all edges of this grid, each bin lies in ``(M,)``."""

@@ -64,6 +64,12 @@ class Tally(NamedTuple):
         for mine, theirs in zip(self, other, strict=True):
             np.add(mine, theirs, out=mine)
 
+    def moved(self, by: float) -> Tally:
+        """The same with energies relative to a shift that is smaller by so much."""
+        count, (first, second) = self.confusion.sum((1, 2)), self.energy.T
+        energy = np.stack((first + count * by, second + 2 * by * first + count * by**2), 1)
+        return self._replace(energy=energy)
+
     def packed(self) -> dict[str, dict[str, Any]]:
         """The arrays as JSON-able values, exact to the bit."""
         return {name: packed(array) for name, array in self._asdict().items()}
