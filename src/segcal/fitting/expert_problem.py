@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,14 @@ from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import fast_maps
 from segcal.kernels.experts import Features
+from segcal.kernels.pieces_cpu import in_turn
 from segcal.solvers import Policy, Problem, Solution, minimise
 from segcal.types import Case, Chunk, FloatArray
+
+T = TypeVar("T")
+
+# Parameters of an expert from which on work on them takes longer than handing it to a thread.
+_LARGE = 64
 
 
 class ExpertProblem:
@@ -61,7 +67,7 @@ class ExpertProblem:
 
     def solve(self, policy: Policy[Any], x: FloatArray, **options: Any) -> Solution[FloatArray]:
         """The minimum that a policy finds from ``x``; the options are those of ``minimise``."""
-        return minimise(policy, x, *self.bounds, blocks=self.blocks, **options)
+        return minimise(policy, x, *self.bounds, blocks=self.blocks, each=self._each, **options)
 
     def penalty(self, theta: FloatArray) -> float:
         """The penalties of all experts."""
@@ -74,7 +80,7 @@ class ExpertProblem:
         def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
             theta = self.theta(x)
             sums = self.sums(rows, theta, curvature=True)
-            return *self._by_x(sums, theta), [self._hessian(e, own) for e, own in enumerate(sums.curvature)]
+            return *self._by_x(sums, theta), self._hessians(sums, range(len(theta)))
 
         return problem
 
@@ -90,7 +96,7 @@ class ExpertProblem:
             sums = self.streamed(theta, experts)
         else:
             sums = self.sums(self._sample_there, theta, curvature=True, experts=experts)
-        return [self._hessian(e, sums.curvature[e]) for e in experts]
+        return self._hessians(sums, experts)
 
     def _remembered(self, theta: FloatArray) -> Sums:
         """NLL and gradient on the sample; sums of experts that did not move are not computed again.
@@ -142,6 +148,14 @@ class ExpertProblem:
         if isinstance(rows, DeviceRows):
             return device_sums(rows, theta, self.form.features, **options)
         return expert_sums(rows, theta, self.form.features, **{"threads": self.threads, **options})
+
+    def _hessians(self, sums: Sums, experts: Sequence[int]) -> list[FloatArray]:
+        return self._each(lambda e: self._hessian(e, sums.curvature[e]), experts)
+
+    def _each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
+        """Work on every item, or on an expert's item each, by threads if that takes long."""
+        experts, outputs, columns = self.form.shape
+        return in_turn(work, items, self.threads if experts > 1 and outputs * columns >= _LARGE else 1)
 
     def _hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
         """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 State = TypeVar("State", bound=tuple[Any, ...])
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Voxels in a piece of many, and pieces that each thread gets then: a piece costs a call, in which threads wait for each
@@ -132,3 +133,16 @@ def in_threads(work: Callable[[int], Result], count: int) -> list[Result]:
     """Results of ``work(0)`` to ``work(count - 1)``, which run at the same time, the first in this thread."""
     others = [_pool(count - 1).submit(work, turn) for turn in range(1, count)]
     return [work(0), *(other.result() for other in others)]
+
+
+def in_turn(work: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None) -> list[Result]:
+    """``work`` of every item, in their order; a thread that is done takes the next item. None means torch's number."""
+    found: dict[int, Result] = {}
+    numbers = itertools.count()  # whose next number two threads never get both
+
+    def take(_: int) -> None:
+        while (number := next(numbers)) < len(items):
+            found[number] = work(items[number])
+
+    in_threads(take, max(1, min(threads or torch.get_num_threads(), len(items))))
+    return [found[number] for number in range(len(items))]
