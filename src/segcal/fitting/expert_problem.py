@@ -26,6 +26,10 @@ from segcal.types import Case, Chunk, FloatArray
 
 T = TypeVar("T")
 
+# What an expert's sums were at some points: NLL, gradient and Hessian.
+_Known = defaultdict[int, dict[bytes, tuple[float, FloatArray, FloatArray]]]
+# The points that are kept.
+_KEPT = 3
 # Parameters of an expert from which on work on them takes longer than handing it to a thread.
 _LARGE = 64
 
@@ -49,7 +53,7 @@ class ExpertProblem:
         self.basis, self.threads = form.basis, torch.get_num_threads()
         self.cases = cases
         self.streaming = cases is not None and not first.sample.complete
-        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
+        self._known: _Known = defaultdict(dict)
         experts, outputs, columns = form.shape
         free = outputs * columns if self.basis is None else self.basis.shape[1]
         self.blocks = list(np.arange(experts * free).reshape(experts, free))
@@ -75,19 +79,21 @@ class ExpertProblem:
 
     def on(self, sample: VoxelSample) -> Problem:
         """The objective on a sample: values by expert, gradient and Hessians."""
-        rows = self._sample_there if sample is self.first.sample else self._rows_there(sample)
+        rows, known = self._sample_there if sample is self.first.sample else self._rows_there(sample), _Known(dict)
 
         def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
             theta = self.theta(x)
-            sums = self.sums(rows, theta, curvature=True)
-            return *self._by_x(sums, theta), self._hessians(sums, range(len(theta)))
+            sums, hessians = self._remembered(known, rows, theta, curvature=True)
+            return *self._by_x(sums, theta), hessians
 
         return problem
 
     def whole(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Values by expert and gradient of the objective."""
         theta = self.theta(x)
-        return self._by_x(self.streamed(theta) if self.streaming else self._remembered(theta), theta)
+        if self.streaming:
+            return self._by_x(self.streamed(theta), theta)
+        return self._by_x(self._remembered(self._known, self._sample_there, theta)[0], theta)
 
     def curvature(self, x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
         """Hessians of some experts."""
@@ -98,21 +104,24 @@ class ExpertProblem:
             sums = self.sums(self._sample_there, theta, curvature=True, experts=experts)
         return self._hessians(sums, experts)
 
-    def _remembered(self, theta: FloatArray) -> Sums:
-        """NLL and gradient on the sample; sums of experts that did not move are not computed again.
+    def _remembered(
+        self, known: _Known, rows: Rows | DeviceRows, theta: FloatArray, *, curvature: bool = False
+    ) -> tuple[Sums, list[FloatArray]]:
+        """NLL, gradient and Hessians on a sample; those of experts that did not move are not computed again.
 
-        A solver moves some experts while others rest, and returns to the point before where a step is refused: so the
-        sums at the last two points of every expert are kept.
+        A solver moves some experts while others rest, and returns to the point before where a step is refused: so what
+        was found at the last points of every expert is kept.
         """
         points = [own.tobytes() for own in theta]
-        new = [e for e, point in enumerate(points) if point not in self._known[e]]
+        new = [e for e, point in enumerate(points) if point not in known[e]]
         if new:
-            sums = self.sums(self._sample_there, theta, experts=new)
-            for e in new:
-                last = list(self._known[e].items())[-1:]
-                self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
-        nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
-        return Sums(np.array(nll), np.stack(gradient))
+            sums = self.sums(rows, theta, curvature=curvature, experts=new)
+            hessians = self._hessians(sums, new) if curvature else [np.zeros(0)] * len(new)
+            for e, hessian in zip(new, hessians, strict=True):
+                last = list(known[e].items())[1 - _KEPT :]
+                known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e], hessian)}
+        nll, gradient, found = zip(*(known[e][point] for e, point in enumerate(points)), strict=True)
+        return Sums(np.array(nll), np.stack(gradient)), list(found)
 
     def streamed(self, theta: FloatArray, experts: Sequence[int] | None = None) -> Sums:
         """NLL and gradient over all voxels of the cases; given experts, over theirs only, and with curvature.

@@ -136,9 +136,10 @@ class SampledNewton(Policy[_SampledBlock]):
             shares = np.array([tilt[index] @ (y[index] - x[index]) for index in indices])
             return np.asarray(value) + (shares if np.ndim(value) else shares.sum()), slope + tilt, hessian
 
-        lower, upper = np.empty_like(x), np.empty_like(x)
+        lower, upper = x.copy(), x.copy()  # a block that did not move has its aim already
         for block in blocks:
-            lower[block.index], upper[block.index] = block.box.lower, block.box.upper
+            if block.moved:
+                lower[block.index], upper[block.index] = block.box.lower, block.box.upper
         options: dict[str, Any] = {"tolerance": blocks[0].tolerance, "max_steps": _STEPS, "each": each}
         found = minimise(Newton(tilted), x, lower, upper, blocks=indices, **options)
         before, after = (np.asarray(tilted(y)[0], np.float64).reshape(-1) for y in (x, found.value))
