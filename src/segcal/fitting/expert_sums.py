@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels.dispatch import fast_sums
+from segcal.kernels.dispatch import fast_rows, fast_sums
 from segcal.kernels.experts import ExpertMap, Features, describe
-from segcal.kernels.pieces_cpu import in_turn
+from segcal.kernels.pieces_cpu import in_ranges, in_turn
 from segcal.types import FloatArray
 
 _Part = tuple[float, FloatArray, FloatArray]
@@ -53,6 +53,12 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int) -> Rows:
         """From ``logits (n, C)`` and ``labels (n,)``."""
+        loops = fast_rows(logits) if logits.shape[1] <= _LOOP_OUTPUTS else None
+        return (cls._of if loops is None else partial(cls._of_fast, loops))(logits, labels, weights, features, experts)
+
+    @classmethod
+    def _of(cls, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int) -> Rows:
+        """The definition."""
         order = torch.argsort(logits.argmax(1), stable=True) if experts > 1 else torch.arange(len(logits))
         inputs = logits.shape[1] - (features == "gaps")
         x, never = np.ones((len(logits), inputs + 1)), np.zeros(logits.shape, np.bool_)
@@ -69,6 +75,23 @@ class Rows(NamedTuple):
                 never[here] = seen.never.gather(1, seen.order)
         first = np.searchsorted(winner, np.arange(experts + 1)) if experts > 1 else np.array([0, len(logits)])
         return cls(x, target, weights[order.numpy()], winner, first, never if never.any() else None)
+
+    @classmethod
+    def _of_fast(
+        cls, loops: ModuleType, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int
+    ) -> Rows:
+        """The same, by compiled loops."""
+        order, first = np.arange(len(logits)), np.array([0, len(logits)])
+        if experts > 1:
+            winners = logits.argmax(1).numpy().astype(np.uint8)  # in which sorting is fast
+            order = np.argsort(winners, kind="stable")
+            first = np.concatenate(([0], np.cumsum(np.bincount(winners, minlength=experts))))
+        x = np.empty((len(logits), logits.shape[1] + (features != "gaps")))
+        never, (target, winner) = np.empty(logits.shape, np.bool_), np.empty((2, len(logits)), np.int64)
+        given = logits.contiguous().numpy(), order, labels.contiguous().numpy()
+        kind, found = loops.FEATURES.index(features), (x, target, winner, never)
+        some = in_ranges(lambda start, stop: loops.describe(*given, start, stop, kind, *found), len(logits))
+        return cls(x, target, weights[order], winner, first, never if any(some) else None)
 
     def of_expert(self, expert: int) -> Rows:
         """The rows of one expert."""
