@@ -17,7 +17,7 @@ from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.errors import check_name
-from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, over_chunks
+from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, in_groups, over_chunks
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
@@ -146,7 +146,7 @@ class TemperatureScaling(HasTemperature, Calibrator):
 
 
 def _sums_at(cases: CaseSet, beta: float) -> TemperatureSums:
-    return end_sums(over_chunks(cases, lambda _, chunk: begin_sums(Voxels.of(chunk), beta)))
+    return end_sums(in_groups(cases, partial(begin_sums, beta=beta)))
 
 
 _Drawn = dict[str, tuple[Tensor, Tensor]]  # logits (n, C) and labels (n,) of every case
@@ -174,9 +174,7 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
     labels: dict[str, list[Tensor]] = {}
     random: dict[str, np.random.Generator] = {}
 
-    def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
-        if not share:
-            return begin_sums(Voxels.of(chunk), 1.0)
+    def draw(case: Case, chunk: Chunk) -> None:
         voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
         in_case = math.prod((case.shape[0], *case.shape[2:]))
         if in_case <= share:
@@ -188,9 +186,18 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
         drawn = drawn[chunk.valid.flatten()[drawn]]
         logits.setdefault(case.id, []).append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
         labels.setdefault(case.id, []).append(chunk.labels.flatten()[drawn].cpu().long())
+
+    def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
+        if share:
+            draw(case, chunk)
         return begin_sums(Voxels.of(chunk), 1.0)
 
-    total = end_sums(over_chunks(cases, look))
+    if all(ref.memory == "cpu" for ref in cases.refs):  # read twice at no cost
+        total = _sums_at(cases, 1.0)
+        for _ in over_chunks(cases, draw):
+            pass
+    else:
+        total = end_sums(over_chunks(cases, look))
     return total, {name: (torch.cat(logits[name]), torch.cat(labels[name])) for name in logits}
 
 

@@ -83,15 +83,27 @@ def block_size(classes: int, scores: int = 20480) -> int:
     return max(128, min(1024, scores // classes // 64 * 64))
 
 
-def workers(voxels: Voxels, threads: int | None = None) -> int:
+def workers(voxels: Voxels | Sequence[Voxels], threads: int | None = None) -> int:
     """The number of threads, at most one per piece; None means torch's number."""
-    pieces = math.ceil(voxels.labels.numel() / PIECE_VOXELS)
+    pieces = math.ceil(_count(as_list(voxels)) / PIECE_VOXELS)
     return max(1, min(threads or torch.get_num_threads(), pieces))
 
 
-def piece_size(voxels: Voxels, threads: int) -> int:
-    """Voxels of a piece: 2^15, and more of images that need no copy where each thread still gets some."""
-    share = min(_LONG_PIECE, voxels.labels.numel() // (_TURNS * threads))
+def as_list(voxels: Voxels | Sequence[Voxels]) -> Sequence[Voxels]:
+    """Several of them, whether one or several are given."""
+    return [voxels] if isinstance(voxels, Voxels) else voxels
+
+
+def _count(several: Sequence[Voxels]) -> int:
+    return sum(voxels.labels.numel() for voxels in several)
+
+
+def piece_size(voxels: Voxels, threads: int, count: int | None = None) -> int:
+    """Voxels of a piece: 2^15, and more of images that need no copy where each thread still gets some.
+
+    ``count`` voxels are shared by the threads, or just these if it is None.
+    """
+    share = min(_LONG_PIECE, (count or voxels.labels.numel()) // (_TURNS * threads))
     if voxels.logits.dtype != torch.float32 or share <= PIECE_VOXELS:
         return PIECE_VOXELS
     per_image = math.prod(voxels.logits.shape[2:])
@@ -99,7 +111,11 @@ def piece_size(voxels: Voxels, threads: int) -> int:
 
 
 def sweep(
-    voxels: Voxels, loop: Any, new_state: Callable[[int], State], threads: int | None = None, groups: int = 1
+    voxels: Voxels | Sequence[Voxels],
+    loop: Any,
+    new_state: Callable[[int], State],
+    threads: int | None = None,
+    groups: int = 1,
 ) -> list[State]:
     """Let each thread take its share of the pieces through a loop; the states, in a fixed order.
 
@@ -107,21 +123,23 @@ def sweep(
     returns the first unfit voxel in the piece, or -1. The error for the first unfit voxel of all is raised. ``groups``
     threads each take the same pieces.
     """
-    threads = workers(voxels, threads)
-    size = piece_size(voxels, threads // groups)
+    several, threads = as_list(voxels), workers(voxels, threads)
+    shares, count = threads // groups, _count(several)
+    pieces = [(n, piece) for n, own in enumerate(several) for piece in own.pieces(piece_size(own, shares, count))]
 
-    def work(turn: int) -> tuple[State, int]:
+    def work(turn: int) -> tuple[State, tuple[int, int] | None]:
         state = new_state(turn)
-        for piece in itertools.islice(voxels.pieces(size), turn // groups, None, threads // groups):
-            bad = loop(*matrix(voxels, piece), Given.of(voxels, piece), *state)
+        for n, piece in itertools.islice(pieces, turn // groups, None, shares):
+            bad = loop(*matrix(several[n], piece), Given.of(several[n], piece), *state)
             if bad >= 0:
-                return state, piece.offset + bad
-        return state, -1
+                return state, (n, piece.offset + bad)
+        return state, None
 
     results = in_threads(work, threads)
-    unfit = [place for _, place in results if place >= 0]
+    unfit = [place for _, place in results if place is not None]
     if unfit:
-        raise voxels.bad_voxel(min(unfit))
+        n, place = min(unfit)
+        raise several[n].bad_voxel(place)
     return [state for state, _ in results]
 
 
