@@ -22,6 +22,7 @@ from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
 from segcal.kernels.fitting_passes import TemperatureSums, begin_sums, end_sums, temperature_sums
+from segcal.kernels.pieces_cpu import in_turn
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
 from segcal.solvers import Newton, minimise, newton_1d
@@ -183,9 +184,19 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
             own = random.setdefault(case.id, np.random.default_rng(case_seed(seed, case.id)))
             part = math.ceil(share * voxels / in_case)
             drawn = torch.from_numpy(own.integers(voxels, size=part)).to(chunk.logits.device)
-        drawn = drawn[chunk.valid.flatten()[drawn]]
-        logits.setdefault(case.id, []).append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
+        valid = chunk.labels.flatten()[drawn] != chunk.ignore_index
+        drawn = drawn[valid if chunk.mask is None else valid & chunk.mask.flatten()[drawn]]
+        scores, item, place = chunk.logits.flatten(2).movedim(1, -1), drawn // per_image, drawn % per_image
+        if scores.device.type == "cpu" and scores.dtype != torch.bfloat16:  # torch's threads would wait for each other
+            found = torch.from_numpy(scores.detach().numpy()[item.numpy(), place.numpy()])
+        else:
+            found = scores[item, place].cpu()
+        logits.setdefault(case.id, []).append(found)
         labels.setdefault(case.id, []).append(chunk.labels.flatten()[drawn].cpu().long())
+
+    def draw_case(case: Case) -> None:
+        for chunk in case.chunks():
+            draw(case, chunk)
 
     def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
         if share:
@@ -194,8 +205,7 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
 
     if all(ref.memory == "cpu" for ref in cases.refs):  # read twice at no cost
         total = _sums_at(cases, 1.0)
-        for _ in over_chunks(cases, draw):
-            pass
+        in_turn(lambda ref: draw_case(ref.open()), cases.refs)
     else:
         total = end_sums(over_chunks(cases, look))
     return total, {name: (torch.cat(logits[name]), torch.cat(labels[name])) for name in logits}

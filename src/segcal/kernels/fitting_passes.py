@@ -208,17 +208,17 @@ def _sums(voxels: Voxels, beta: float) -> TemperatureSums:
     return total
 
 
-def _sums_fast(several: Sequence[Voxels], beta: float) -> TemperatureSums:
+def _sums_fast(voxels: Voxels | Sequence[Voxels], beta: float) -> TemperatureSums:
     from segcal.kernels.fitting_loops import temperature_range
     from segcal.kernels.scratch import new_block
     from segcal.kernels.softmax_loops import Block
 
-    classes = several[0].logits.shape[1]
+    classes = as_list(voxels)[0].logits.shape[1]
 
     def new_state(turn: int) -> tuple[Any, ...]:
         return np.float32(beta), new_block(Block, classes, block_size(classes)), np.zeros(4)
 
-    states = sweep(several, temperature_range, new_state)
+    states = sweep(voxels, temperature_range, new_state)
     count, *sums = np.sum([sums for *_, sums in states], 0).tolist()
     return TemperatureSums(int(count), *sums)
 
@@ -296,12 +296,13 @@ class FineHistogram:
         self.positive.reshape(-1)[:] += positive
         self.probability[:] += shares.reshape(self.counts.shape) / one * np.exp(logit_centres())
 
-    def _add_fast(self, several: Sequence[Voxels]) -> None:
+    def _add_fast(self, voxels: Voxels | Sequence[Voxels]) -> None:
         """The same, by compiled loops."""
         from segcal.kernels.bin_loops import FineBlock, fill_range
         from segcal.kernels.scratch import new_block
 
-        classes, threads = several[0].logits.shape[1], workers(several)
+        several, threads = as_list(voxels), workers(voxels)
+        classes = several[0].logits.shape[1]
         copies = min(threads, max(1, _NUMBERS // (3 * self.counts.size)))
         groups = threads // copies if self.classwise else 1
         edges = np.concatenate(([-np.inf], logit_edges(), [np.inf]))

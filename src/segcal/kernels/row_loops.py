@@ -19,7 +19,7 @@ from segcal.kernels.expert_loops import GAPS, MARGINS
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.scores import DEPTH, OFFSET_LIMIT
 
-__all__ = ["FEATURES", "describe", "losses", "take"]
+__all__ = ["FEATURES", "add_temperature", "describe", "losses", "take"]
 
 FEATURES = (*expert_loops.FEATURES, "own-logit")
 _LOG_PROBS = FEATURES.index("log-probs")
@@ -45,6 +45,25 @@ def losses(scores, labels, start, stop, out):
         for k in range(row.shape[0]):
             total += exp64(np.float64(row[k]) - best)
         out[i] = math.log(total) + (best - np.float64(row[labels[i]]))
+
+
+@elementwise
+def add_temperature(gaps, label_gap, weights, beta, start, stop):
+    """Weighted sums over rows of the NLL of ``beta gaps``, its slope and its curvature by beta, in float64."""
+    value, slope, curvature = 0.0, 0.0, 0.0
+    for i in range(start, stop):
+        row, total, mean, square = gaps[i], 0.0, 0.0, 0.0
+        for k in range(row.shape[0]):
+            e = exp64(beta * row[k])
+            d = row[k] if e > 0 and row[k] > -np.inf else 0.0
+            total += e
+            mean += e * d
+            square += e * d * d
+        mean /= total
+        value += weights[i] * (math.log(total) - beta * label_gap[i])
+        slope += weights[i] * (mean - label_gap[i])
+        curvature += weights[i] * (square / total - mean * mean)
+    return value, slope, curvature
 
 
 @elementwise
