@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from segcal.solvers import quadratic
 from segcal.solvers.quadratic import minimise_quadratic
 from segcal.solvers.solution import Box
 
@@ -35,3 +36,25 @@ def test_components_with_equal_bounds_stay():
     box = Box([1.0, -5.0], [1.0, 5.0], 2)
     found = minimise_quadratic(np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([-3.0, -3.0]), np.array([1.0, 0.0]), box)
     np.testing.assert_allclose(found, [1.0, 1.5], atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_compiled_loops_do_what_the_definition_does(seed, noise, monkeypatch):
+    """Where many components end at a bound, some have equal bounds or none, and some directions have no curvature."""
+    random = np.random.default_rng(seed)
+    size = 90
+    factor = random.normal(size=(size, size - 5)) @ np.diag(10.0 ** random.uniform(-2, 0, size - 5))
+    hessian, gradient = factor @ factor.T, factor @ random.normal(size=size - 5)
+    lower, upper = -random.exponential(size=size), random.exponential(size=size)
+    lower[:20], upper[10:30] = -np.inf, np.inf
+    upper[40:43] = lower[40:43]
+    start = np.clip(random.normal(size=size), lower, upper)
+    given = hessian, gradient, start, Box(lower, upper, size), noise
+    compiled = minimise_quadratic(*given)
+    monkeypatch.setattr(quadratic, "_loops", lambda: None)
+    plain = minimise_quadratic(*given)
+    box = given[3]
+    assert box.certificate(compiled, gradient + hessian @ (compiled - start)) < 1e-7
+    np.testing.assert_array_equal(box.active(compiled), box.active(plain))
+    np.testing.assert_allclose(compiled, plain, rtol=1e-6, atol=1e-6)

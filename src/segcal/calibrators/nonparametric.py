@@ -14,10 +14,9 @@ from segcal.cases import CaseSet
 from segcal.cases.shares import in_shares
 from segcal.errors import check_whole
 from segcal.fitting.cost import FitCost
-from segcal.fitting.data import FitData, Fitted, check_voxels, over_chunks
+from segcal.fitting.data import FitData, Fitted, check_voxels, in_groups
 from segcal.fitting.limits import SHARE, Limits
 from segcal.fitting.measured import compared, mean_loss
-from segcal.kernels import Voxels
 from segcal.kernels.fitting_passes import FineHistogram, logit_centres, logit_edges
 from segcal.kernels.grid import LOGIT_BINS
 from segcal.scores import log_probabilities
@@ -42,7 +41,7 @@ def histogram_over(cases: CaseSet, *, classwise: bool) -> FineHistogram:
 
 def _histogram(cases: CaseSet, classwise: bool) -> FineHistogram:
     histogram = FineHistogram(cases.num_classes, classwise=classwise)
-    for _ in over_chunks(cases, lambda _, chunk: histogram.add(Voxels.of(chunk))):
+    for _ in in_groups(cases, histogram.add):
         pass
     return histogram
 

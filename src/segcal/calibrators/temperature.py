@@ -17,11 +17,12 @@ from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.errors import check_name
-from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, over_chunks
+from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, in_groups, over_chunks
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
 from segcal.kernels.fitting_passes import TemperatureSums, begin_sums, end_sums, temperature_sums
+from segcal.kernels.pieces_cpu import in_turn
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
 from segcal.solvers import Newton, minimise, newton_1d
@@ -146,7 +147,7 @@ class TemperatureScaling(HasTemperature, Calibrator):
 
 
 def _sums_at(cases: CaseSet, beta: float) -> TemperatureSums:
-    return end_sums(over_chunks(cases, lambda _, chunk: begin_sums(Voxels.of(chunk), beta)))
+    return end_sums(in_groups(cases, partial(begin_sums, beta=beta)))
 
 
 _Drawn = dict[str, tuple[Tensor, Tensor]]  # logits (n, C) and labels (n,) of every case
@@ -174,9 +175,7 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
     labels: dict[str, list[Tensor]] = {}
     random: dict[str, np.random.Generator] = {}
 
-    def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
-        if not share:
-            return begin_sums(Voxels.of(chunk), 1.0)
+    def draw(case: Case, chunk: Chunk) -> None:
         voxels, per_image = chunk.labels.numel(), chunk.labels[0].numel()
         in_case = math.prod((case.shape[0], *case.shape[2:]))
         if in_case <= share:
@@ -185,12 +184,30 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
             own = random.setdefault(case.id, np.random.default_rng(case_seed(seed, case.id)))
             part = math.ceil(share * voxels / in_case)
             drawn = torch.from_numpy(own.integers(voxels, size=part)).to(chunk.logits.device)
-        drawn = drawn[chunk.valid.flatten()[drawn]]
-        logits.setdefault(case.id, []).append(chunk.logits.flatten(2)[drawn // per_image, :, drawn % per_image].cpu())
+        valid = chunk.labels.flatten()[drawn] != chunk.ignore_index
+        drawn = drawn[valid if chunk.mask is None else valid & chunk.mask.flatten()[drawn]]
+        scores, item, place = chunk.logits.flatten(2).movedim(1, -1), drawn // per_image, drawn % per_image
+        if scores.device.type == "cpu" and scores.dtype != torch.bfloat16:  # torch's threads would wait for each other
+            found = torch.from_numpy(scores.detach().numpy()[item.numpy(), place.numpy()])
+        else:
+            found = scores[item, place].cpu()
+        logits.setdefault(case.id, []).append(found)
         labels.setdefault(case.id, []).append(chunk.labels.flatten()[drawn].cpu().long())
+
+    def draw_case(case: Case) -> None:
+        for chunk in case.chunks():
+            draw(case, chunk)
+
+    def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
+        if share:
+            draw(case, chunk)
         return begin_sums(Voxels.of(chunk), 1.0)
 
-    total = end_sums(over_chunks(cases, look))
+    if all(ref.memory == "cpu" for ref in cases.refs):  # read twice at no cost
+        total = _sums_at(cases, 1.0)
+        in_turn(lambda ref: draw_case(ref.open()), cases.refs)
+    else:
+        total = end_sums(over_chunks(cases, look))
     return total, {name: (torch.cat(logits[name]), torch.cat(labels[name])) for name in logits}
 
 

@@ -17,10 +17,14 @@ from segcal.cases import CaseSet
 from segcal.cases.calibrated import AnyCalibrator, score_pieces
 from segcal.cases.device import fewer_rows
 from segcal.errors import InputError, naming
+from segcal.kernels import Voxels
 from segcal.types import Case, Chunk, row_slices
 
 T = TypeVar("T")
 VoxelBudget = Literal["auto", "all"]
+
+# Scores of the chunks that a function gets at once.
+_TOGETHER = 2**26
 
 
 class FitData(NamedTuple):
@@ -57,6 +61,37 @@ def over_chunks(
             for chunk in case.chunks() if calibrator is None else _calibrated(case, calibrator):
                 yield from _within_memory(function, case, chunk)
         del case
+
+
+def in_groups(cases: CaseSet, function: Callable[[Sequence[Voxels]], T]) -> Iterator[T]:
+    """``function(voxels)`` for the chunks of all cases: of one or, where they lie in the CPU's memory already, of many.
+
+    Threads share many at once with less waiting for each other. As in ``over_chunks``, errors name the case.
+    """
+    alone = over_chunks(cases, lambda _, chunk: function([Voxels.of(chunk)]))
+    if not all(ref.memory == "cpu" for ref in cases.refs):
+        yield from alone
+        return
+    for group in _groups(over_chunks(cases, lambda _, chunk: Voxels.of(chunk))):
+        try:
+            found = function(group)
+        except InputError:
+            for _ in alone:
+                pass  # raises, and names the case
+            raise
+        yield found
+
+
+def _groups(parts: Iterable[Voxels]) -> Iterator[list[Voxels]]:
+    """Voxels one after the other, up to a limit together: what is read may be a copy."""
+    group: list[Voxels] = []
+    for voxels in parts:
+        if sum(own.logits.numel() for own in (*group, voxels)) > _TOGETHER and group:
+            yield group
+            group = []
+        group.append(voxels)
+    if group:
+        yield group
 
 
 def _within_memory(function: Callable[[Case, Chunk], T], case: Case, chunk: Chunk) -> Iterator[T]:

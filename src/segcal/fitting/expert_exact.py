@@ -20,6 +20,8 @@ from segcal.fitting.expert_sums import expert_map
 from segcal.fitting.first_pass import FirstPass, most_voxels
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import ExpertMap, fast_maps
+from segcal.kernels.dispatch import fast_rows
+from segcal.kernels.pieces_cpu import in_ranges
 from segcal.solvers import DampedNewton, Newton, SampledNewton, Solution
 from segcal.types import FloatArray
 
@@ -265,4 +267,8 @@ def _losses(sample: VoxelSample, mapping: ExpertMap | None = None) -> FloatArray
     if mapping is not None:
         kernels = fast_maps(scores)
         scores = mapping(scores) if kernels is None else kernels.apply_experts(scores, mapping, keep=False)
-    return np.asarray(torch.nn.functional.cross_entropy(scores.double(), sample.labels, reduction="none").numpy())
+    if (loops := fast_rows(scores)) is None:
+        return np.asarray(torch.nn.functional.cross_entropy(scores.double(), sample.labels, reduction="none").numpy())
+    given, losses = (scores.contiguous().numpy(), sample.labels.numpy()), np.empty(len(scores))
+    in_ranges(lambda start, stop: loops.losses(*given, start, stop, losses), len(scores))
+    return losses

@@ -51,7 +51,8 @@ class Quadratic:
 
     def times(self, v: FloatArray) -> FloatArray:
         """``sum R_i'R_i v``, ``(P,)``."""
-        return np.asarray(self._plain * v + self._roots.T @ (self._roots @ v))
+        plain = self._plain * v
+        return np.asarray(plain + self._roots.T @ (self._roots @ v)) if self._roots.shape[0] else plain
 
     def diagonal(self) -> FloatArray:
         """Of the matrix."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,18 @@ from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.sampling import VoxelSample
 from segcal.kernels import fast_maps
 from segcal.kernels.experts import Features
+from segcal.kernels.pieces_cpu import in_turn
 from segcal.solvers import Policy, Problem, Solution, minimise
 from segcal.types import Case, Chunk, FloatArray
+
+T = TypeVar("T")
+
+# What an expert's sums were at some points: NLL, gradient and Hessian.
+_Known = defaultdict[int, dict[bytes, tuple[float, FloatArray, FloatArray]]]
+# The points that are kept.
+_KEPT = 3
+# Parameters of an expert from which on work on them takes longer than handing it to a thread.
+_LARGE = 64
 
 
 class ExpertProblem:
@@ -43,7 +53,7 @@ class ExpertProblem:
         self.basis, self.threads = form.basis, torch.get_num_threads()
         self.cases = cases
         self.streaming = cases is not None and not first.sample.complete
-        self._known: dict[int, dict[bytes, tuple[float, FloatArray]]] = defaultdict(dict)
+        self._known: _Known = defaultdict(dict)
         experts, outputs, columns = form.shape
         free = outputs * columns if self.basis is None else self.basis.shape[1]
         self.blocks = list(np.arange(experts * free).reshape(experts, free))
@@ -61,7 +71,7 @@ class ExpertProblem:
 
     def solve(self, policy: Policy[Any], x: FloatArray, **options: Any) -> Solution[FloatArray]:
         """The minimum that a policy finds from ``x``; the options are those of ``minimise``."""
-        return minimise(policy, x, *self.bounds, blocks=self.blocks, **options)
+        return minimise(policy, x, *self.bounds, blocks=self.blocks, each=self._each, **options)
 
     def penalty(self, theta: FloatArray) -> float:
         """The penalties of all experts."""
@@ -69,19 +79,21 @@ class ExpertProblem:
 
     def on(self, sample: VoxelSample) -> Problem:
         """The objective on a sample: values by expert, gradient and Hessians."""
-        rows = self._sample_there if sample is self.first.sample else self._rows_there(sample)
+        rows, known = self._sample_there if sample is self.first.sample else self._rows_there(sample), _Known(dict)
 
         def problem(x: FloatArray) -> tuple[FloatArray, FloatArray, list[FloatArray]]:
             theta = self.theta(x)
-            sums = self.sums(rows, theta, curvature=True)
-            return *self._by_x(sums, theta), [self._hessian(e, own) for e, own in enumerate(sums.curvature)]
+            sums, hessians = self._remembered(known, rows, theta, curvature=True)
+            return *self._by_x(sums, theta), hessians
 
         return problem
 
     def whole(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Values by expert and gradient of the objective."""
         theta = self.theta(x)
-        return self._by_x(self.streamed(theta) if self.streaming else self._remembered(theta), theta)
+        if self.streaming:
+            return self._by_x(self.streamed(theta), theta)
+        return self._by_x(self._remembered(self._known, self._sample_there, theta)[0], theta)
 
     def curvature(self, x: FloatArray, experts: Sequence[int]) -> list[FloatArray]:
         """Hessians of some experts."""
@@ -90,23 +102,26 @@ class ExpertProblem:
             sums = self.streamed(theta, experts)
         else:
             sums = self.sums(self._sample_there, theta, curvature=True, experts=experts)
-        return [self._hessian(e, sums.curvature[e]) for e in experts]
+        return self._hessians(sums, experts)
 
-    def _remembered(self, theta: FloatArray) -> Sums:
-        """NLL and gradient on the sample; sums of experts that did not move are not computed again.
+    def _remembered(
+        self, known: _Known, rows: Rows | DeviceRows, theta: FloatArray, *, curvature: bool = False
+    ) -> tuple[Sums, list[FloatArray]]:
+        """NLL, gradient and Hessians on a sample; those of experts that did not move are not computed again.
 
-        A solver moves some experts while others rest, and returns to the point before where a step is refused: so the
-        sums at the last two points of every expert are kept.
+        A solver moves some experts while others rest, and returns to the point before where a step is refused: so what
+        was found at the last points of every expert is kept.
         """
         points = [own.tobytes() for own in theta]
-        new = [e for e, point in enumerate(points) if point not in self._known[e]]
+        new = [e for e, point in enumerate(points) if point not in known[e]]
         if new:
-            sums = self.sums(self._sample_there, theta, experts=new)
-            for e in new:
-                last = list(self._known[e].items())[-1:]
-                self._known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e])}
-        nll, gradient = zip(*(self._known[e][point] for e, point in enumerate(points)), strict=True)
-        return Sums(np.array(nll), np.stack(gradient))
+            sums = self.sums(rows, theta, curvature=curvature, experts=new)
+            hessians = self._hessians(sums, new) if curvature else [np.zeros(0)] * len(new)
+            for e, hessian in zip(new, hessians, strict=True):
+                last = list(known[e].items())[1 - _KEPT :]
+                known[e] = {**dict(last), points[e]: (sums.nll[e], sums.gradient[e], hessian)}
+        nll, gradient, found = zip(*(known[e][point] for e, point in enumerate(points)), strict=True)
+        return Sums(np.array(nll), np.stack(gradient)), list(found)
 
     def streamed(self, theta: FloatArray, experts: Sequence[int] | None = None) -> Sums:
         """NLL and gradient over all voxels of the cases; given experts, over theirs only, and with curvature.
@@ -142,6 +157,14 @@ class ExpertProblem:
         if isinstance(rows, DeviceRows):
             return device_sums(rows, theta, self.form.features, **options)
         return expert_sums(rows, theta, self.form.features, **{"threads": self.threads, **options})
+
+    def _hessians(self, sums: Sums, experts: Sequence[int]) -> list[FloatArray]:
+        return self._each(lambda e: self._hessian(e, sums.curvature[e]), experts)
+
+    def _each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
+        """Work on every item, or on an expert's item each, by threads if that takes long."""
+        experts, outputs, columns = self.form.shape
+        return in_turn(work, items, self.threads if experts > 1 and outputs * columns >= _LARGE else 1)
 
     def _hessian(self, expert: int, curvature: FloatArray) -> FloatArray:
         """An expert's Hessian ``(F, F)`` from the sums ``(P, P)`` over its voxels."""

@@ -6,8 +6,9 @@ expert are a matrix ``(K, J + 1)``, weights then bias; those of all experts are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,17 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels.dispatch import fast_sums
+from segcal.kernels.dispatch import fast_rows, fast_sums
 from segcal.kernels.experts import ExpertMap, Features, describe
-from segcal.kernels.pieces_cpu import in_threads
+from segcal.kernels.pieces_cpu import in_ranges, in_turn
 from segcal.types import FloatArray
 
 _Part = tuple[float, FloatArray, FloatArray]
 
 # Rows summed at a time: for 19 classes their products, 419 x 512 float64, take 2 MB.
 _ROWS = 512
-# Threads share parts of at least so many rows, and each expert has at most so many and one more.
-_PART_ROWS, _PARTS = 2**12, 64
+# Threads share parts of at least so many rows, and at most so many of all rows.
+_PART_ROWS, _PARTS = 2**11, 64
 # Up to so many outputs of a map compiled loops are as fast as matrix products. With 64 they take 1.7 times as long,
 # with 150 nearly three times: the map no longer fits the fastest memory.
 _LOOP_OUTPUTS = 32
@@ -52,6 +53,12 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int) -> Rows:
         """From ``logits (n, C)`` and ``labels (n,)``."""
+        loops = fast_rows(logits) if logits.shape[1] <= _LOOP_OUTPUTS else None
+        return (cls._of if loops is None else partial(cls._of_fast, loops))(logits, labels, weights, features, experts)
+
+    @classmethod
+    def _of(cls, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int) -> Rows:
+        """The definition."""
         order = torch.argsort(logits.argmax(1), stable=True) if experts > 1 else torch.arange(len(logits))
         inputs = logits.shape[1] - (features == "gaps")
         x, never = np.ones((len(logits), inputs + 1)), np.zeros(logits.shape, np.bool_)
@@ -68,6 +75,23 @@ class Rows(NamedTuple):
                 never[here] = seen.never.gather(1, seen.order)
         first = np.searchsorted(winner, np.arange(experts + 1)) if experts > 1 else np.array([0, len(logits)])
         return cls(x, target, weights[order.numpy()], winner, first, never if never.any() else None)
+
+    @classmethod
+    def _of_fast(
+        cls, loops: ModuleType, logits: Tensor, labels: Tensor, weights: FloatArray, features: Features, experts: int
+    ) -> Rows:
+        """The same, by compiled loops."""
+        order, first = np.arange(len(logits)), np.array([0, len(logits)])
+        if experts > 1:
+            winners = logits.argmax(1).numpy().astype(np.uint8)  # in which sorting is fast
+            order = np.argsort(winners, kind="stable")
+            first = np.concatenate(([0], np.cumsum(np.bincount(winners, minlength=experts))))
+        x = np.empty((len(logits), logits.shape[1] + (features != "gaps")))
+        never, (target, winner) = np.empty(logits.shape, np.bool_), np.empty((2, len(logits)), np.int64)
+        given = logits.contiguous().numpy(), order, labels.contiguous().numpy()
+        kind, found = loops.FEATURES.index(features), (x, target, winner, never)
+        some = in_ranges(lambda start, stop: loops.describe(*given, start, stop, kind, *found), len(logits))
+        return cls(x, target, weights[order], winner, first, never if any(some) else None)
 
     def of_expert(self, expert: int) -> Rows:
         """The rows of one expert."""
@@ -96,36 +120,36 @@ def expert_sums(
 ) -> Sums:
     """Sums over the rows of all experts, or of some, at ``theta (E, K, J + 1)``, shared by ``threads``."""
     chosen = range(len(theta)) if experts is None else experts
-    size = max(_PART_ROWS, -(-len(rows.x) // _PARTS))
-    parts = [
-        (e, slice(start, min(start + size, rows.first[e + 1])))
-        for e in chosen
-        for start in range(rows.first[e], rows.first[e + 1], size)
-    ]
     outputs, inputs = theta.shape[1:]
     vector = features == "own-logit"
     loops = None if vector or outputs > _LOOP_OUTPUTS else fast_sums(rows.x.size)
     sums = _vector_sums if vector else _matrix_sums if loops is None else partial(_compiled_sums, loops)
-
-    def work(turn: int) -> list[_Part]:
-        return [sums(rows, theta[e], part, features, curvature) for e, part in parts[turn::threads]]
-
-    by_thread = in_threads(work, threads)
+    parts = [(e, part) for e in chosen for part in _parts(rows.first[e], rows.first[e + 1], len(rows.x))]
+    found = in_turn(lambda part: sums(rows, theta[part[0]], part[1], features, curvature), parts, threads)
+    # Always added in this order: the sums do not depend on the number of threads.
+    of_expert = {e: [own for (other, _), own in zip(parts, found, strict=True) if other == e] for e in chosen}
     nll, gradient = np.zeros(len(theta)), np.zeros(theta.shape)
-    shape = (2 * outputs, 2 * outputs) if vector else (_pairs(outputs) + outputs, _pairs(inputs))
-    products = np.zeros((len(theta), *shape) if curvature else 0)
-    for number, (e, _) in enumerate(parts):  # always in this order: the sums do not depend on the number of threads
-        loss, slope, own = by_thread[number % threads][number // threads]
-        nll[e] += loss
-        gradient[e] += slope
-        if curvature:
-            products[e] += own
-    if curvature and not vector:
-        full = np.zeros((len(theta), *[theta[0].size] * 2))
-        for e in chosen:
-            full[e] = full_curvature(products[e], outputs, inputs, nested=features == "gaps")
-        products = full
+    for e in chosen:
+        for loss, slope, _ in of_expert[e]:
+            nll[e] += loss
+            gradient[e] += slope
+    products = np.zeros((len(theta), *[theta[0].size] * 2) if curvature else 0)
+
+    def finish(e: int) -> None:
+        own = reduce(np.add, (product for *_, product in of_expert[e]), np.zeros(()))
+        if own.ndim:
+            products[e] = own if vector else full_curvature(own, outputs, inputs, nested=features == "gaps")
+
+    if curvature:
+        in_turn(finish, chosen, threads)
     return Sums(nll, gradient, products)
+
+
+def _parts(start: int, stop: int, rows: int) -> list[slice]:
+    """Equal parts of some of all rows."""
+    count = max(1, (stop - start) // max(_PART_ROWS, -(-rows // _PARTS)))
+    edges = [start + (stop - start) * number // count for number in range(count + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges) if pair[1] > pair[0]]
 
 
 def _compiled_sums(
@@ -137,6 +161,7 @@ def _compiled_sums(
     products = np.zeros((_pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
     if curvature:
         across, within = (np.empty((_ROWS, size)) for size in products.shape)
+        product = np.empty(products.shape)
     kind, all_possible = loops.FEATURES.index(features), np.zeros((0, 0), np.bool_)
     for start in range(part.start, part.stop, _ROWS):
         here = slice(start, min(start + _ROWS, part.stop))
@@ -145,7 +170,7 @@ def _compiled_sums(
         count = here.stop - here.start
         nll += loops.add_rows(*given, impossible, theta, kind, gradient, across[:count], within[:count])
         if curvature:
-            products += across[:count].T @ within[:count]
+            products += np.matmul(across[:count].T, within[:count], out=product)
     return nll, gradient, products
 
 

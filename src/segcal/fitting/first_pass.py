@@ -17,7 +17,9 @@ from segcal.fitting.data import FitData, over_chunks, valid_rows
 from segcal.fitting.limits import HIGHEST, LOWEST
 from segcal.fitting.sampling import VoxelSample, VoxelSampler
 from segcal.kernels import Voxels
+from segcal.kernels.dispatch import fast_rows
 from segcal.kernels.fitting_passes import slope_and_variance
+from segcal.kernels.pieces_cpu import in_ranges
 from segcal.scores import DEPTH, impossible_label, only_possible, some_impossible
 from segcal.solvers import newton_1d
 from segcal.types import Chunk
@@ -138,6 +140,11 @@ class SampleNLL:
 
     def __call__(self, beta: float) -> tuple[float, float, float]:
         """Value, slope and curvature."""
+        if (loops := fast_rows(self.gaps)) is not None:
+            given = self.gaps.numpy(), self.label_gap.numpy(), self.weights.numpy(), beta
+            parts = in_ranges(lambda start, stop: loops.add_temperature(*given, start, stop), len(self.gaps))
+            value, first, second = np.sum(parts, 0).tolist()
+            return value, first, second
         scaled = beta * self.gaps
         slope, variance = slope_and_variance(scaled.softmax(1), self.gaps, self.label_gap, 1)
         terms = scaled.logsumexp(1) - beta * self.label_gap, slope, variance

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from segcal.fitting.data import case_seed, check_voxels
 from segcal.kernels import Voxels
+from segcal.kernels.dispatch import fast_rows
 from segcal.kernels.fitting_passes import Survey, survey
+from segcal.kernels.pieces_cpu import in_ranges, in_turn
 from segcal.types import FloatArray
 
 Ints = NDArray[np.int64]
@@ -184,10 +186,16 @@ class VoxelSampler:
 
 
 def _rows(values: Tensor, *places: Ints) -> Tensor:
-    """The values at these places, on the CPU; by numpy where possible, as torch's threads may wait for one another."""
-    if values.device.type == "cpu" and values.dtype != torch.bfloat16:
+    """The values at these places, on the CPU; not by torch if possible, as its threads may wait for one another."""
+    if values.device.type != "cpu" or values.dtype == torch.bfloat16:
+        return values[tuple(torch.from_numpy(own).to(values.device) for own in places)].cpu()
+    if values.ndim == len(places) or (loops := fast_rows(values)) is None:
         return torch.from_numpy(values.numpy()[places])
-    return values[tuple(torch.from_numpy(own).to(values.device) for own in places)].cpu()
+    place = places[-1]
+    given = (values if len(places) == 2 else values[None]).numpy(), places[0] if len(places) == 2 else 0 * place, place
+    out = torch.empty(len(place), values.shape[-1], dtype=values.dtype)
+    in_ranges(lambda start, stop: loops.take(*given, start, stop, out.numpy()), len(out))
+    return out
 
 
 def _choose(strata: Ints, first: np.uint64, highest: Keys, sizes: Ints) -> tuple[Ints, Keys]:
@@ -253,8 +261,12 @@ def _lowest(strata: Ints, keys: Keys, sizes: Ints, voxels: int) -> Ints:
     quota = least + _fill(held - least, _shares(sizes), voxels - int(least.sum()))
     by_stratum = np.argsort(strata.astype(np.min_scalar_type(len(sizes))), kind="stable")  # fast for small types
     chosen = np.zeros(len(strata), np.bool_)
-    for own, wanted in zip(np.split(by_stratum, np.cumsum(held)[:-1]), quota, strict=True):
+
+    def choose(some: tuple[Ints, int]) -> None:
+        own, wanted = some
         chosen[own if wanted == len(own) else own[np.argpartition(keys[own], wanted)[:wanted]]] = True
+
+    in_turn(choose, list(zip(np.split(by_stratum, np.cumsum(held)[:-1]), quota.tolist(), strict=True)))
     return np.flatnonzero(chosen)
 
 

@@ -83,6 +83,12 @@ def fast_sums(size: int) -> ModuleType | None:
     return None if size < _LARGE else _compiled("curvature_loops")
 
 
+def fast_rows(values: Tensor) -> ModuleType | None:
+    """``segcal.kernels.row_loops`` if it suits these ``(..., C)`` of a sample: many, float32 or float64, on the CPU."""
+    suits = values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and values.ndim > 1
+    return _compiled("row_loops") if suits and values.numel() >= _LARGE else None
+
+
 def fast_penalties(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.penalty_cpu`` if it suits these logits: many, float32, contiguous, on the CPU."""
     suits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()

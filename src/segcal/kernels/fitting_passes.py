@@ -17,7 +17,7 @@ from torch import Tensor
 
 from segcal.kernels.dispatch import cuda_kernels, fast_maps
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
-from segcal.kernels.pieces_cpu import block_size, sweep, workers
+from segcal.kernels.pieces_cpu import as_list, block_size, sweep, workers
 from segcal.kernels.voxels import Voxels
 from segcal.scores import log_probabilities
 
@@ -140,12 +140,24 @@ def temperature_sums(voxels: Voxels, beta: float) -> TemperatureSums:
     return found
 
 
-def begin_sums(voxels: Voxels, beta: float) -> TemperatureSums | Tensor:
-    """``temperature_sums`` for ``end_sums``: on a CUDA device, which is not waited for, unfit voxels do not raise."""
-    if (kernels := cuda_kernels(voxels.logits)) is not None:
-        on_device: Tensor = kernels.temperature_sums(voxels, beta)
+def begin_sums(voxels: Voxels | Sequence[Voxels], beta: float) -> TemperatureSums | Tensor:
+    """``temperature_sums`` for ``end_sums``: on a CUDA device, which is not waited for, unfit voxels do not raise.
+
+    Several must lie in the CPU's memory.
+    """
+    several = as_list(voxels)
+    if len(several) == 1 and (kernels := cuda_kernels(several[0].logits)) is not None:
+        on_device: Tensor = kernels.temperature_sums(several[0], beta)
         return on_device
-    return _sums(voxels, beta) if fast_maps(voxels.logits) is None else _sums_fast(voxels, beta)
+    if _suit_loops(several):
+        return _sums_fast(several, beta)
+    return sum((_sums(own, beta) for own in several), TemperatureSums())
+
+
+def _suit_loops(several: Sequence[Voxels]) -> bool:
+    """Whether compiled loops suit these voxels, which are many together."""
+    size = sum(voxels.logits.numel() for voxels in several)
+    return all(fast_maps(voxels.logits, size) is not None for voxels in several)
 
 
 def end_sums(parts: Iterable[TemperatureSums | Tensor]) -> TemperatureSums:
@@ -196,12 +208,12 @@ def _sums(voxels: Voxels, beta: float) -> TemperatureSums:
     return total
 
 
-def _sums_fast(voxels: Voxels, beta: float) -> TemperatureSums:
+def _sums_fast(voxels: Voxels | Sequence[Voxels], beta: float) -> TemperatureSums:
     from segcal.kernels.fitting_loops import temperature_range
     from segcal.kernels.scratch import new_block
     from segcal.kernels.softmax_loops import Block
 
-    classes = voxels.logits.shape[1]
+    classes = as_list(voxels)[0].logits.shape[1]
 
     def new_state(turn: int) -> tuple[Any, ...]:
         return np.float32(beta), new_block(Block, classes, block_size(classes)), np.zeros(4)
@@ -231,12 +243,14 @@ class FineHistogram:
         self.probability = np.zeros(shape)
         self.classwise, self.voxels, self.nll = classwise, 0, 0.0
 
-    def add(self, voxels: Voxels) -> None:
-        """Add the valid voxels; raises if one is unfit."""
-        if voxels.logits.is_cuda:
-            self._add_on_device(voxels)
-        else:
-            (self._add if fast_maps(voxels.logits) is None else self._add_fast)(voxels)
+    def add(self, voxels: Voxels | Sequence[Voxels]) -> None:
+        """Add the valid voxels of one or several; raises if one is unfit."""
+        several = as_list(voxels)
+        if _suit_loops(several):
+            self._add_fast(several)
+            return
+        for own in several:
+            (self._add_on_device if own.logits.is_cuda else self._add)(own)
 
     def merge(self, other: FineHistogram) -> FineHistogram:
         """Add what ``other`` has seen, and return self."""
@@ -282,12 +296,13 @@ class FineHistogram:
         self.positive.reshape(-1)[:] += positive
         self.probability[:] += shares.reshape(self.counts.shape) / one * np.exp(logit_centres())
 
-    def _add_fast(self, voxels: Voxels) -> None:
+    def _add_fast(self, voxels: Voxels | Sequence[Voxels]) -> None:
         """The same, by compiled loops."""
         from segcal.kernels.bin_loops import FineBlock, fill_range
         from segcal.kernels.scratch import new_block
 
-        classes, threads = voxels.logits.shape[1], workers(voxels)
+        several, threads = as_list(voxels), workers(voxels)
+        classes = several[0].logits.shape[1]
         copies = min(threads, max(1, _NUMBERS // (3 * self.counts.size)))
         groups = threads // copies if self.classwise else 1
         edges = np.concatenate(([-np.inf], logit_edges(), [np.inf]))
@@ -298,7 +313,7 @@ class FineHistogram:
             copy, group = divmod(turn, groups)
             return edges, group, groups, tables[copy], new_block(FineBlock, classes, block_size(classes)), np.zeros(2)
 
-        states = sweep(voxels, fill_range, new_state, copies * groups, groups)
+        states = sweep(several, fill_range, new_state, copies * groups, groups)
         for other in tables[1:]:
             for mine, theirs in zip(own, other, strict=True):
                 mine += theirs

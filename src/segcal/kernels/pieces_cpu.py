@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,11 +22,14 @@ from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 State = TypeVar("State", bound=tuple[Any, ...])
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Voxels in a piece of many, and pieces that each thread gets then: a piece costs a call, in which threads wait for each
 # other. With 16 threads, pieces of 2^15 voxels made a pass over 4 million voxels slower than with 8.
 _LONG_PIECE, _TURNS = 2**17, 2
+# Rows that a thread takes at a time.
+_RANGE = 2**13
 # Threads are kept: on busy cores, starting a new one takes as long as a small image.
 _POOLS: dict[int, ThreadPoolExecutor] = {}
 if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
@@ -80,15 +83,27 @@ def block_size(classes: int, scores: int = 20480) -> int:
     return max(128, min(1024, scores // classes // 64 * 64))
 
 
-def workers(voxels: Voxels, threads: int | None = None) -> int:
+def workers(voxels: Voxels | Sequence[Voxels], threads: int | None = None) -> int:
     """The number of threads, at most one per piece; None means torch's number."""
-    pieces = math.ceil(voxels.labels.numel() / PIECE_VOXELS)
+    pieces = math.ceil(_count(as_list(voxels)) / PIECE_VOXELS)
     return max(1, min(threads or torch.get_num_threads(), pieces))
 
 
-def piece_size(voxels: Voxels, threads: int) -> int:
-    """Voxels of a piece: 2^15, and more of images that need no copy where each thread still gets some."""
-    share = min(_LONG_PIECE, voxels.labels.numel() // (_TURNS * threads))
+def as_list(voxels: Voxels | Sequence[Voxels]) -> Sequence[Voxels]:
+    """Several of them, whether one or several are given."""
+    return [voxels] if isinstance(voxels, Voxels) else voxels
+
+
+def _count(several: Sequence[Voxels]) -> int:
+    return sum(voxels.labels.numel() for voxels in several)
+
+
+def piece_size(voxels: Voxels, threads: int, count: int | None = None) -> int:
+    """Voxels of a piece: 2^15, and more of images that need no copy where each thread still gets some.
+
+    ``count`` voxels are shared by the threads, or just these if it is None.
+    """
+    share = min(_LONG_PIECE, (count or voxels.labels.numel()) // (_TURNS * threads))
     if voxels.logits.dtype != torch.float32 or share <= PIECE_VOXELS:
         return PIECE_VOXELS
     per_image = math.prod(voxels.logits.shape[2:])
@@ -96,7 +111,11 @@ def piece_size(voxels: Voxels, threads: int) -> int:
 
 
 def sweep(
-    voxels: Voxels, loop: Any, new_state: Callable[[int], State], threads: int | None = None, groups: int = 1
+    voxels: Voxels | Sequence[Voxels],
+    loop: Any,
+    new_state: Callable[[int], State],
+    threads: int | None = None,
+    groups: int = 1,
 ) -> list[State]:
     """Let each thread take its share of the pieces through a loop; the states, in a fixed order.
 
@@ -104,21 +123,23 @@ def sweep(
     returns the first unfit voxel in the piece, or -1. The error for the first unfit voxel of all is raised. ``groups``
     threads each take the same pieces.
     """
-    threads = workers(voxels, threads)
-    size = piece_size(voxels, threads // groups)
+    several, threads = as_list(voxels), workers(voxels, threads)
+    shares, count = threads // groups, _count(several)
+    pieces = [(n, piece) for n, own in enumerate(several) for piece in own.pieces(piece_size(own, shares, count))]
 
-    def work(turn: int) -> tuple[State, int]:
+    def work(turn: int) -> tuple[State, tuple[int, int] | None]:
         state = new_state(turn)
-        for piece in itertools.islice(voxels.pieces(size), turn // groups, None, threads // groups):
-            bad = loop(*matrix(voxels, piece), Given.of(voxels, piece), *state)
+        for n, piece in itertools.islice(pieces, turn // groups, None, shares):
+            bad = loop(*matrix(several[n], piece), Given.of(several[n], piece), *state)
             if bad >= 0:
-                return state, piece.offset + bad
-        return state, -1
+                return state, (n, piece.offset + bad)
+        return state, None
 
     results = in_threads(work, threads)
-    unfit = [place for _, place in results if place >= 0]
+    unfit = [place for _, place in results if place is not None]
     if unfit:
-        raise voxels.bad_voxel(min(unfit))
+        n, place = min(unfit)
+        raise several[n].bad_voxel(place)
     return [state for state, _ in results]
 
 
@@ -132,3 +153,21 @@ def in_threads(work: Callable[[int], Result], count: int) -> list[Result]:
     """Results of ``work(0)`` to ``work(count - 1)``, which run at the same time, the first in this thread."""
     others = [_pool(count - 1).submit(work, turn) for turn in range(1, count)]
     return [work(0), *(other.result() for other in others)]
+
+
+def in_turn(work: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None) -> list[Result]:
+    """``work`` of every item, in their order; a thread that is done takes the next item. None means torch's number."""
+    found: dict[int, Result] = {}
+    numbers = itertools.count()  # whose next number two threads never get both
+
+    def take(_: int) -> None:
+        while (number := next(numbers)) < len(items):
+            found[number] = work(items[number])
+
+    in_threads(take, max(1, min(threads or torch.get_num_threads(), len(items))))
+    return [found[number] for number in range(len(items))]
+
+
+def in_ranges(work: Callable[[int, int], Result], length: int, threads: int | None = None) -> list[Result]:
+    """``work(start, stop)`` of ranges that divide ``range(length)``, whatever the number of threads that share them."""
+    return in_turn(lambda start: work(start, min(start + _RANGE, length)), range(0, length, _RANGE), threads)

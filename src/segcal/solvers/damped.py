@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from segcal.solvers.driver import Block, Point, Policy
+from segcal.solvers.driver import Block, Each, Point, Policy
 from segcal.solvers.quadratic import model_minimum
 from segcal.solvers.solution import falls_on
 from segcal.types import FloatArray
@@ -78,14 +78,14 @@ class DampedNewton(Policy[DampedBlock]):
         """Values and gradient."""
         return (*self.whole(x), None)
 
-    def aim(self, x: FloatArray, blocks: Sequence[DampedBlock]) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[DampedBlock], each: Each) -> None:
         """Compute the curvature of the blocks that moved, and aim at the minimum of the damped model."""
         for block in blocks:
             block.left = 0.0 if block.stationary else block.left
         moved = [number for number, block in enumerate(blocks) if block.moved and not block.stationary]
         for number, hessian in zip(moved, self.curvature(x.copy(), moved) if moved else (), strict=True):
             blocks[number].hessian = np.array(hessian, np.float64)
-            _aim_anew(blocks[number])
+        list(each(_aim_anew, [blocks[number] for number in moved]))
 
     def judge(self, block: DampedBlock, there: Point) -> bool:
         """Take the trial point where f is lower, and change the damping by how good the model was."""

@@ -23,7 +23,7 @@ policy              a step needs                        taken when
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -38,23 +38,28 @@ from segcal.types import FloatArray
 Index = NDArray[np.intp]
 #: One ``(n, n)`` array, or one for each block.
 Hessian = FloatArray | Sequence[FloatArray]
+#: ``(function, items) -> results``, as ``map`` has them: perhaps in threads that share the items.
+Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 # A block rests once its expected gain is below this share of its part of ``gain``.
 _RESTING = 0.1
 
 
 class Point(NamedTuple):
-    """What an evaluation tells a block."""
+    """What an evaluation tells a block, and whether all these numbers are finite."""
 
     x: FloatArray
     value: float
     gradient: FloatArray
     hessian: FloatArray | None = None
+    finite: bool = True
 
-    @property
-    def finite(self) -> bool:
-        """Whether all numbers are finite."""
-        return all(bool(np.isfinite(numbers).all()) for numbers in self if numbers is not None)
+    @classmethod
+    def of(cls, x: FloatArray, value: float, gradient: FloatArray, hessian: FloatArray | None) -> Point:
+        """In copies: a function may reuse its argument and the arrays it returns."""
+        curved = None if hessian is None else np.array(hessian, np.float64)
+        given = x, value, np.array(gradient, np.float64), curved
+        return cls(*given, all(bool(np.isfinite(numbers).all()) for numbers in given if numbers is not None))
 
 
 @dataclass(eq=False)
@@ -123,7 +128,7 @@ class Policy(ABC, Generic[AnyBlock]):
 
     block: type[AnyBlock]
 
-    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
+    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index], each: Each) -> Start:
         """Where to begin, given the user's start."""
         return Start(x)
 
@@ -132,8 +137,8 @@ class Policy(ABC, Generic[AnyBlock]):
         """Values of the blocks, gradient and, where the policy gets them at every point, Hessians."""
 
     @abstractmethod
-    def aim(self, x: FloatArray, blocks: Sequence[AnyBlock]) -> None:
-        """Set ``trial``, ``predicted`` and ``left`` of the blocks that moved."""
+    def aim(self, x: FloatArray, blocks: Sequence[AnyBlock], each: Each) -> None:
+        """Set ``trial``, ``predicted`` and ``left`` of the blocks that moved, by ``each`` where they take long."""
 
     @abstractmethod
     def judge(self, block: AnyBlock, there: Point) -> bool:
@@ -151,6 +156,7 @@ def minimise(
     tolerance: float = 1e-8,
     max_steps: int = 100,
     max_evaluations: int = 1000,
+    each: Each = map,
 ) -> Solution[FloatArray]:
     """The minimum of a smooth convex function over ``lower <= x <= upper``.
 
@@ -165,15 +171,16 @@ def minimise(
         tolerance: Converged also when the certificate of ``segcal.solvers.Solution`` is at most this in every block.
         max_steps: The most steps that a block may take.
         max_evaluations: The most evaluations of f.
+        each: Works on every block; threads may share them, as each does what it would do alone.
     """
     x = np.array(start, np.float64)
     if x.ndim != 1 or not np.isfinite(x).all():
         raise InputError(f"start has shape {x.shape} and values such as {x.ravel()[:3]}", expected="a finite vector")
     box = Box(lower, upper, x.size)
     indices = _checked_blocks(blocks, x.size)
-    begin = policy.start(box.project(x), box, indices)
+    begin = policy.start(box.project(x), box, indices, each)
     x = begin.x
-    points = _evaluate(policy, x, indices)
+    points = _evaluate(policy, x, indices, each)
     if not all(point.finite for point in points):
         raise refuse_start(sum(point.value for point in points))
     enough = _RESTING * gain / len(indices)
@@ -186,7 +193,7 @@ def minimise(
             if part.steps >= max_steps:  # a step that will not be made need not be aimed
                 part.moved, part.left = False, 0.0 if part.stationary else part.left
         if any(part.moved for part in parts):
-            policy.aim(x, parts)
+            policy.aim(x, parts, each)
         for part in parts:
             part.moved = False
         moving = [part for part in parts if part.unfinished and part.steps < max_steps]
@@ -196,7 +203,7 @@ def minimise(
         for part in moving:
             x[part.index] = part.trial
         evaluations += 1
-        for part, there in zip(parts, _evaluate(policy, x, indices), strict=True):
+        for part, there in zip(parts, _evaluate(policy, x, indices, each), strict=True):
             if part in moving:
                 part.refusals += 1
                 if policy.judge(part, there):
@@ -227,8 +234,8 @@ def minimise(
     )
 
 
-def _evaluate(policy: Policy[Any], x: FloatArray, indices: Sequence[Index]) -> list[Point]:
-    """The point of every block, in copies: a function may reuse its argument and the arrays it returns."""
+def _evaluate(policy: Policy[Any], x: FloatArray, indices: Sequence[Index], each: Each) -> list[Point]:
+    """The point of every block."""
     value, gradient, hessian = policy.evaluate(x.copy())
     values = np.asarray(value, np.float64).reshape(-1)
     if np.shape(gradient) != x.shape or len(values) != len(indices):
@@ -237,17 +244,18 @@ def _evaluate(policy: Policy[Any], x: FloatArray, indices: Sequence[Index]) -> l
             expected=f"{x.shape} and one value per block, {len(indices)}",
         )
     hessians = [None] * len(indices) if hessian is None else blockwise(hessian)
-    found = []
-    for value, index, own in zip(values, indices, hessians, strict=True):
-        here = x[index]
-        if own is not None and np.shape(own) != (here.size, here.size):
+    for index, own in zip(indices, hessians, strict=True):
+        if own is not None and np.shape(own) != (index.size, index.size):
             raise InputError(
                 f"the Hessian does not fit the variables: it has shape {np.shape(own)}",
-                expected=f"({here.size}, {here.size})",
+                expected=f"({index.size}, {index.size})",
             )
-        slope = np.array(gradient[index], np.float64)
-        found.append(Point(here, float(value), slope, None if own is None else np.array(own, np.float64)))
-    return found
+
+    def point(number: int) -> Point:
+        index = indices[number]
+        return Point.of(x[index], float(values[number]), gradient[index], hessians[number])
+
+    return list(each(point, range(len(indices))))
 
 
 def blockwise(hessian: Hessian) -> list[FloatArray]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from segcal.solvers.driver import Block, Hessian, Point, Policy
+from segcal.solvers.driver import Block, Each, Hessian, Point, Policy
 from segcal.solvers.quadratic import minimise_quadratic
 from segcal.solvers.solution import falls_on
 from segcal.types import FloatArray
@@ -116,11 +116,9 @@ class Newton(Policy[_Line]):
         """The problem."""
         return self.problem(x)
 
-    def aim(self, x: FloatArray, blocks: Sequence[_Line]) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[_Line], each: Each) -> None:
         """At the minimum of the model, each block that moved."""
-        for block in blocks:
-            if block.moved:
-                block.aim()
+        list(each(_Line.aim, [block for block in blocks if block.moved]))
 
     def judge(self, block: _Line, there: Point) -> bool:
         """Take the trial point where f falls enough, or shorten the step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dpotrf, dpotrs
@@ -15,6 +17,7 @@ _FLOOR = 1e-16  # relative to the largest curvature: a component with less is me
 _MAX_STEPS = 500
 _DECREASE = 1e-4  # share of the decrease predicted by the slope that a clipped step must reach
 _ROUNDING = 1e-12  # relative change of the model that may be rounding
+_LARGE = 64  # variables from which on compiled loops are worth it
 _LONGER = 1.02  # square of a length, relative to another's, that is more than rounding
 
 
@@ -49,7 +52,30 @@ def minimise_quadratic(
     ridge = _RIDGE if largest > 0 else 0.0
     # From here on in those units, and relative to x.
     lower, upper = (box.lower - point) / unit, (box.upper - point) / unit
-    fixed, target, slope, model = lower == upper, np.zeros_like(point), gradient * unit, 0.0
+    slope = gradient * unit
+    loops = _loops() if len(point) >= _LARGE else None
+    if loops is None:
+        target = _minimise(hessian, slope, lower, upper, unit, ridge, noise)
+    else:
+        limits = _MAX_STEPS, _DECREASE, _ROUNDING, _LONGER
+        target = loops.minimise(hessian, slope, lower, upper, unit, ridge, noise, *limits)
+    at_bound = np.where(target <= lower, box.lower, np.where(target >= upper, box.upper, point + unit * target))
+    return np.asarray(np.minimum(np.maximum(at_bound, box.lower), box.upper))
+
+
+def model_minimum(hessian: FloatArray, gradient: FloatArray, point: FloatArray, box: Box) -> tuple[FloatArray, float]:
+    """The minimum of ``minimise_quadratic``, and how much lower the model is there."""
+    target = minimise_quadratic(hessian, gradient, point, box)
+    step = target - point
+    return target, -_change_of_model(gradient, step, hessian @ step)
+
+
+def _minimise(
+    hessian: FloatArray, slope: FloatArray, lower: FloatArray, upper: FloatArray, unit: FloatArray, ridge: float,
+    noise: float,
+) -> FloatArray:  # fmt: skip
+    """``minimise_quadratic`` from 0, in units in which the curvatures are 1; ``quadratic_loops`` is its twin."""
+    fixed, target, model = lower == upper, np.zeros_like(slope), 0.0
     held, reached = _outward(target, slope, lower, upper) | fixed, np.inf
     for _ in range(_MAX_STEPS):
         free = (~held).nonzero()[0]
@@ -76,15 +102,16 @@ def minimise_quadratic(
         if not released.any() or reached - model <= _ROUNDING * abs(model):
             break
         held, reached = held & ~released, model
-    at_bound = np.where(target <= lower, box.lower, np.where(target >= upper, box.upper, point + unit * target))
-    return np.asarray(np.minimum(np.maximum(at_bound, box.lower), box.upper))
+    return target
 
 
-def model_minimum(hessian: FloatArray, gradient: FloatArray, point: FloatArray, box: Box) -> tuple[FloatArray, float]:
-    """The minimum of ``minimise_quadratic``, and how much lower the model is there."""
-    target = minimise_quadratic(hessian, gradient, point, box)
-    step = target - point
-    return target, -_change_of_model(gradient, step, hessian @ step)
+def _loops() -> ModuleType | None:
+    """``segcal.solvers.quadratic_loops``; None without numba, which has no wheel for every platform."""
+    try:
+        from segcal.solvers import quadratic_loops
+    except ImportError:
+        return None
+    return quadratic_loops
 
 
 def _outward(x: FloatArray, slope: FloatArray, lower: FloatArray, upper: FloatArray) -> NDArray[np.bool_]:

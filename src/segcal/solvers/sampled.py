@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from segcal.solvers.damped import DampedBlock, Whole
-from segcal.solvers.driver import Hessian, Index, Point, Policy, Start, blockwise, minimise
+from segcal.solvers.driver import Each, Hessian, Index, Point, Policy, Start, blockwise, minimise
 from segcal.solvers.newton import Newton, Problem
 from segcal.solvers.quadratic import model_minimum
 from segcal.solvers.solution import Box
@@ -91,26 +91,32 @@ class SampledNewton(Policy[_SampledBlock]):
         self.sample: Problem = lambda x: at(x.tobytes())
         self.whole = whole
 
-    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index]) -> Start:
+    def start(self, x: FloatArray, box: Box, blocks: Sequence[Index], each: Each) -> Start:
         """Near the sample's minimum."""
-        found = minimise(Newton(self.sample), x, box.lower, box.upper, blocks=blocks, max_steps=_FIRST_STEPS)
+        options: dict[str, Any] = {"blocks": blocks, "max_steps": _FIRST_STEPS, "each": each}
+        found = minimise(Newton(self.sample), x, box.lower, box.upper, **options)
         return Start(found.value, found.iterations, found.flat)
 
     def evaluate(self, x: FloatArray) -> tuple[Any, FloatArray, None]:
         """Values and gradient of all data."""
         return (*self.whole(x), None)
 
-    def aim(self, x: FloatArray, blocks: Sequence[_SampledBlock]) -> None:
+    def aim(self, x: FloatArray, blocks: Sequence[_SampledBlock], each: Each) -> None:
         """At the minimum of the tilted sample, or of the damped model for a block that needed damping before."""
         _, sample_gradient, hessian = self.sample(x)
         tilt = -sample_gradient
         for block, own in zip(blocks, blockwise(hessian), strict=True):
             block.hessian = own
             tilt[block.index] += block.here.gradient
-            block.ask_model()
-        target, decreases = x.copy(), [block.expected for block in blocks]
-        if any(block.expected > block.enough for block in blocks):
-            target, decreases = self._tilted_minimum(x, tilt, blocks)
+        # One block with something to gain is enough to know; mostly it is the one that had the most to gain before.
+        first = max(blocks, key=lambda block: block.left)
+        for some in ([first], [block for block in blocks if block is not first]):
+            list(each(_SampledBlock.ask_model, some))
+            if any(block.expected > block.enough for block in some):
+                target, decreases = self._tilted_minimum(x, tilt, blocks, each)
+                break
+        else:
+            target, decreases = x.copy(), [block.expected for block in blocks]
         for block, decrease in zip(blocks, decreases, strict=True):
             if not block.moved:
                 continue
@@ -120,7 +126,7 @@ class SampledNewton(Policy[_SampledBlock]):
             block.set_left()
 
     def _tilted_minimum(
-        self, x: FloatArray, tilt: FloatArray, blocks: Sequence[_SampledBlock]
+        self, x: FloatArray, tilt: FloatArray, blocks: Sequence[_SampledBlock], each: Each
     ) -> tuple[FloatArray, list[float]]:
         """The minimum of the tilted sample, and the decrease that it predicts for every block."""
         indices = [block.index for block in blocks]
@@ -130,10 +136,11 @@ class SampledNewton(Policy[_SampledBlock]):
             shares = np.array([tilt[index] @ (y[index] - x[index]) for index in indices])
             return np.asarray(value) + (shares if np.ndim(value) else shares.sum()), slope + tilt, hessian
 
-        lower, upper = np.empty_like(x), np.empty_like(x)
+        lower, upper = x.copy(), x.copy()  # a block that did not move has its aim already
         for block in blocks:
-            lower[block.index], upper[block.index] = block.box.lower, block.box.upper
-        options: dict[str, Any] = {"tolerance": blocks[0].tolerance, "max_steps": _STEPS}
+            if block.moved:
+                lower[block.index], upper[block.index] = block.box.lower, block.box.upper
+        options: dict[str, Any] = {"tolerance": blocks[0].tolerance, "max_steps": _STEPS, "each": each}
         found = minimise(Newton(tilted), x, lower, upper, blocks=indices, **options)
         before, after = (np.asarray(tilted(y)[0], np.float64).reshape(-1) for y in (x, found.value))
         return found.value, (before - after).tolist()

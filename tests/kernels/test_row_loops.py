@@ -1,0 +1,59 @@
+"""Compiled loops over rows do what their definitions do."""
+
+import numpy as np
+import pytest
+import torch
+
+from segcal.fitting.expert_sums import Rows
+from segcal.kernels import row_loops
+from segcal.kernels.pieces_cpu import in_ranges
+
+FEATURES = ("logits", "own-logit", "log-probs", "margins", "gaps")
+
+
+@pytest.mark.parametrize("experts", [1, 7])
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("features", FEATURES)
+def test_rows_are_those_of_the_definition(features, dtype, hard, experts):
+    """With ties, impossible classes, and offsets beyond those that count."""
+    random = torch.Generator().manual_seed(0)
+    z = (4 * torch.randn(20_000, 7, generator=random)).round(decimals=1)
+    labels = z.argmax(1)
+    if hard:
+        z[torch.rand(z.shape, generator=random) < 0.1] = -torch.inf
+        z[::3] -= 3e4
+        z[:, 0].nan_to_num_(neginf=0.0)
+        z[::5, 2] = z.amax(1)[::5] - 1e4
+        labels = z.argmax(1)
+    weights = torch.rand(len(z), generator=random).double().numpy()
+    given = z.to(dtype), labels, weights, features, experts
+    expected, found = Rows._of(*given), Rows._of_fast(row_loops, *given)
+    assert (found.impossible is not None) == hard
+    for name in Rows._fields:
+        own, other = getattr(found, name), getattr(expected, name)
+        if name == "x":
+            np.testing.assert_allclose(own, other, rtol=1e-14, atol=1e-14)
+        elif other is not None:
+            np.testing.assert_array_equal(own, other, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_are_those_of_torch(dtype):
+    random = torch.Generator().manual_seed(0)
+    z, labels = 20 * torch.randn(20_000, 7, generator=random).to(dtype), torch.arange(20_000) % 7
+    z[::2, 0] = -torch.inf
+    out = np.empty(len(z))
+    in_ranges(lambda start, stop: row_loops.losses(z.numpy(), labels.numpy(), start, stop, out), len(z), threads=3)
+    expected = torch.nn.functional.cross_entropy(z.double(), labels, reduction="none").numpy()
+    np.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_are_taken_from_images():
+    z = torch.randn(3, 5, 400, generator=torch.Generator().manual_seed(0))
+    random = np.random.default_rng(0)
+    item, place = random.integers(3, size=20_000), random.integers(400, size=20_000)
+    out = np.empty((len(item), 5), np.float32)
+    source = z.movedim(1, -1).numpy()
+    in_ranges(lambda start, stop: row_loops.take(source, item, place, start, stop, out), len(item), threads=3)
+    np.testing.assert_array_equal(out, source[item, place])
