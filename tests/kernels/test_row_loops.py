@@ -6,7 +6,7 @@ import torch
 
 from segcal.fitting.expert_sums import Rows
 from segcal.kernels import row_loops
-from segcal.kernels.pieces_cpu import in_ranges
+from segcal.kernels.pieces_cpu import in_ranges, in_turn
 
 FEATURES = ("logits", "own-logit", "log-probs", "margins", "gaps")
 
@@ -57,3 +57,29 @@ def test_rows_are_taken_from_images():
     source = z.movedim(1, -1).numpy()
     in_ranges(lambda start, stop: row_loops.take(source, item, place, start, stop, out), len(item), threads=3)
     np.testing.assert_array_equal(out, source[item, place])
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0, 5.0])
+def test_sums_of_a_temperature_are_those_of_torch(beta):
+    """With impossible classes, whose gap is infinite."""
+    random = torch.Generator().manual_seed(0)
+    z, labels = 3 * torch.randn(20_000, 5, generator=random).double(), torch.arange(20_000) % 4
+    z[::2, 4] = -torch.inf
+    gaps, weights = z - z.amax(1, keepdim=True), torch.rand(len(z), generator=random).double()
+    at = torch.tensor(beta, dtype=torch.float64, requires_grad=True)
+    possible = torch.isfinite(gaps)
+    scores = torch.where(possible, at * torch.where(possible, gaps, 0.0), -torch.inf)
+    value = weights @ torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+    (slope,) = torch.autograd.grad(value, at, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope, at)
+    given = gaps.numpy(), gaps.gather(1, labels[:, None])[:, 0].numpy(), weights.numpy(), beta
+    parts = in_ranges(lambda start, stop: row_loops.add_temperature(*given, start, stop), len(z), threads=3)
+    np.testing.assert_allclose(np.sum(parts, 0), [own.item() for own in (value, slope, curvature)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_return_results_in_the_order_of_the_items(threads):
+    assert in_turn(lambda number: number**2, range(50), threads) == [number**2 for number in range(50)]
+    assert in_turn(str, [], threads) == []
+    with pytest.raises(ZeroDivisionError):
+        in_turn(lambda number: 1 // (number - 7), range(20), threads)
