@@ -57,12 +57,12 @@ def fast_maps(logits: Tensor, size: int | None = None) -> ModuleType | None:
     ``size`` is the number of values of the whole that they are part of.
     """
     size = logits.numel() if size is None else size
-    return None if size < _LARGE or not _suits("numba", logits) or _recorded(logits) else _compiled("apply_cpu")
+    return None if _recorded(logits) or size < _LARGE or not _suits("numba", logits) else _compiled("apply_cpu")
 
 
 def cuda_kernels(logits: Tensor) -> ModuleType | None:
     """``segcal.kernels.cuda`` if it suits these logits: on a CUDA device, and no gradient is needed."""
-    suits = logits.numel() > 0 and _suits("triton", logits) and not _recorded(logits)
+    suits = not _recorded(logits) and logits.numel() > 0 and _suits("triton", logits)
     return _compiled("cuda") if suits else None
 
 
@@ -102,7 +102,10 @@ def recording() -> bool:
 
 
 def _recorded(logits: Tensor) -> bool:
-    """Whether what happens to these logits is recorded, to be compiled or for gradients."""
+    """Whether what happens to these logits is recorded, to be compiled or for gradients.
+
+    To be asked first: what is asked of sizes before would become part of the recording.
+    """
     return recording() or (logits.requires_grad and torch.is_grad_enabled())
 
 
