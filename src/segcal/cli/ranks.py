@@ -54,7 +54,5 @@ def _ending(words: str) -> Iterator[None]:
         leave(f"Another rank ended, or the job was cancelled. {words}", _ENDED)
 
     before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield
+    signal.signal(signal.SIGTERM, before)  # not after an error: torchrun may end this rank before it has said why
