@@ -29,7 +29,7 @@ step() {
   step camvid posthoc.py camvid-lts.log --tables lts --parallel 3
   wait) &
 (step hippocampus run.py hippocampus.log --parallel 3) &
-(step acdc run.py acdc.log --parallel 3
+(step acdc run.py acdc.log --parallel 5 --compile
   step acdc posthoc.py acdc.log --parallel 3) &
 wait
 tail -n 2 "$out"/logs/*.log
