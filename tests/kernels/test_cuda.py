@@ -126,6 +126,13 @@ def test_the_same_data_give_the_same_bits() -> None:
         assert np.array_equal(one, other)
 
 
+def test_a_cell_has_room_for_all_voxels_of_a_launch() -> None:
+    """At the upper edge of their bin: positions stay below the count, and the count below the sign."""
+    ends = cuda_tally.ends
+    assert 2**ends.COUNT_BIT.value > cuda_tally._LAUNCH * 2**ends.POSITION_BITS
+    assert cuda_tally._LAUNCH * 2**ends.COUNT_BIT.value + 2**ends.COUNT_BIT.value <= 2**63
+
+
 @pytest.mark.parametrize("classes", [3, 26])
 def test_voxels_that_do_not_count_may_hold_anything(classes: int) -> None:
     given = voxels(classes, size=(1, 9, 8))

@@ -82,6 +82,14 @@ def test_labels_far_below_the_best() -> None:
         assert found.losses[0, 0, 0] == pytest.approx(expected, rel=1e-6)
 
 
+def test_all_voxels_may_be_in_one_cell() -> None:
+    """As many as a histogram ever counts at a time, all of them at the upper edge of a bin, and one more."""
+    logits = torch.tensor([[60.0], [0.0]], device=DEVICE).expand(1, 2, device_torch._MOST + 1)
+    found = device_torch.tally(Voxels(logits, torch.zeros_like(logits[:, 0], dtype=torch.uint8), TOP_GRID), 1)
+    assert found.top_count[0, 1, -1] == found.top_count.sum() == device_torch._MOST + 1
+    assert found.top_confidence.sum() == pytest.approx(device_torch._MOST + 1)
+
+
 def test_the_same_data_give_the_same_bits() -> None:
     given = voxels(19)
     for one, other in zip(device_torch.tally(given, 1), device_torch.tally(given, 1), strict=True):

@@ -32,8 +32,8 @@ from segcal.kernels.grid import BinGrid
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import ONE_BIN, Voxels
 
-# Voxels that one histogram can count.
-_LAUNCH = 2**23
+# Voxels that one histogram can count: with 2^23 in one cell its count would reach the sign.
+_LAUNCH = 2**23 - 64
 # Voxels of a block, registers of a thread (None: as many as it asks for) and programs, each one warp, that take the
 # blocks in turn; with histograms of classes and without. With fewer registers more warps of an H200's 132 processors
 # hide each other's waiting, 65536 / 32 / registers and at most 32 of each; with far fewer, numbers move to memory and

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from segcal.kernels.cuda_tiles import counted, logit
 
-#: A cell of a histogram is count * 2**40 + sum of positions in the bin, in units of 2**-17 of its width. Up to 2**23
-#: voxels fit.
+#: A cell of a histogram is count * 2**40 + sum of positions in the bin, in units of 2**-17 of its width. It holds fewer
+#: than 2**23 voxels.
 POSITION_BITS, COUNT_BIT = 17, tl.constexpr(40)
 _POSITIONS = tl.constexpr(2**40 - 1)
 #: Columns of the sums: after NLL, Brier score and entropy right predictions, count and confidence of those in the

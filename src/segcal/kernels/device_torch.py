@@ -21,8 +21,9 @@ from segcal.scores import DEPTH
 
 # Numbers in one intermediate matrix (C, v) of float32: 64 MB. There are about six at a time.
 _MATRIX_SIZE = 2**24
-# A cell is count * 2**40 + sum of positions in the bin, in units of 2**-17 of its width, of up to 2**23 voxels.
-_COUNT_BIT, _POSITIONS = 40, 2**17
+# A cell is count * 2**40 + sum of positions in the bin, in units of 2**-17 of its width, of this many voxels at most:
+# with 2^23 the count would reach the sign.
+_COUNT_BIT, _POSITIONS, _MOST = 40, 2**17, 2**23 - 64
 # Copies of the histograms, because additions to one address wait for each other, and numbers in all copies.
 _COPIES, _CELLS = 256, 2**22
 # Up to so many sums, each is that of a row with zeros for all other voxels.
@@ -40,7 +41,7 @@ def tally(voxels: Voxels, threads: int) -> Tally:
 def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     """All statistics, and the shift that the energies are relative to, which the device chooses."""
     adding = _Adding(voxels)
-    step = max(_MATRIX_SIZE // voxels.logits.shape[1], PIECE_VOXELS)
+    step = min(max(_MATRIX_SIZE // voxels.logits.shape[1], PIECE_VOXELS), _MOST)
     for piece in voxels.pieces(step, step):
         (scores, columns), valid = voxels.scores(piece), voxels.valid(piece)
         labels, slots, before = (
