@@ -77,13 +77,12 @@ def images(data: Path, out: Path) -> Path:
 def runs(
     data: str, *, only: Collection[str] = (), seeds: Collection[int] = SEEDS, compile: bool = False, smoke: bool = False
 ) -> list[Run]:
-    """The runs of some groups or rows, first all those with the first seed. Only the main table has several seeds."""
+    """The runs of some groups or rows: the main table, which alone has several seeds, before the others."""
     keys = {**(SMOKE if smoke else TRAINING), "data": data, "compile": compile}
     found = []
-    for seed in seeds:
-        for group, losses in GROUPS.items():
+    for group, losses in GROUPS.items():
+        for seed in seeds if group == "main" else set(seeds) & {SEEDS[0]}:
             for name, loss in losses.items():
-                wanted = not only or group in only or name in only
-                if wanted and (group == "main" or seed == SEEDS[0]):
+                if not only or group in only or name in only:
                     found.append(Run(name, seed, {**keys, "loss": [loss]}))
     return found

@@ -236,10 +236,12 @@ class Trainer:
                     raise self._diverged(f"the loss is {value}", epoch, len(losses))
 
         batches = self.samples.batches([chosen for chosen, _ in steps], pin=on_gpu)
-        for batch, (_, share) in zip(batches, steps, strict=True):
+        for batch, (chosen, share) in zip(batches, steps, strict=True):
             shown = f"{losses[-1]:.4f}" if losses else "-"
             progress(f"epoch {epoch}/{self.config.epochs}, loss {shown}")
-            read(late.add(self._step(model, batch, share)))
+            # To compile for a smaller last batch, too, would take longer than it saves.
+            plain = len(chosen) < self.config.batch and self.processes.world == 1
+            read(late.add(self._step(self.network if plain else model, batch, share)))
         read(late.rest())
         finite = torch.stack([parameter.isfinite().all() for parameter in self.network.parameters()])
         if not bool(finite.all()):
