@@ -38,7 +38,7 @@ _LAUNCH = 2**23 - 64
 # blocks in turn; with histograms of classes and without. With fewer registers more warps of an H200's 132 processors
 # hide each other's waiting, 65536 / 32 / registers and at most 32 of each; with far fewer, numbers move to memory and
 # back.
-_FEW = {True: (32, 96, 132 * 21), False: (32, 64, 132 * 32)}
+_FEW = {True: (32, 64, 132 * 32), False: (32, 64, 132 * 32)}
 _MANY = {True: (32, 64, 132 * 32), False: (64, None, 132 * 32)}
 # Copies of the histograms, and numbers in all of them (32 MB).
 _COPIES, _CELLS = 64, 2**22
