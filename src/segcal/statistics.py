@@ -104,7 +104,7 @@ class VoxelStatistics:
         self.backend, self.threads = backend, threads
         self.top_grid, self.class_grid = _grids(self.bins, (self.threshold, *self.thresholds), classwise)
         self.layout = Layout((), 0.0)  # order of atoms and origin of energies; see ``align``
-        self._tally = self._zeros(0)
+        self._tally = _nothing(num_classes, self.top_grid, self.class_grid)
 
     def update(
         self,
@@ -299,6 +299,12 @@ class VoxelStatistics:
         where = np.array([self.layout.atoms.index(atom) for atom in layout.atoms], dtype=np.intp)
         for mine, theirs in zip(self._tally, other, strict=True):
             mine[where] = mine[where] + theirs
+
+
+@lru_cache(maxsize=32)
+def _nothing(num_classes: int, top_grid: BinGrid, class_grid: BinGrid | None) -> Tally:
+    """The tally of no atoms, whose arrays hold no numbers, so that all statistics may begin with the same."""
+    return Tally.zeros(0, num_classes, top_grid, class_grid)
 
 
 @lru_cache(maxsize=32)

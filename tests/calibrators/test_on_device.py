@@ -58,6 +58,20 @@ def test_the_same_seed_gives_the_same_bits(method: str, data) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_mixture_maps_there_as_here(data) -> None:
+    z, y = data
+    calibrator = new("ets").fit(z, y)
+    calibrator.weights.copy_(torch.tensor((0.5, 0.3, 0.2)))
+    z = z.clone()
+    z[0, 1, :20] = -torch.inf
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        own = z.to(dtype)
+        found = calibrator(own.cuda())
+        assert found.dtype == dtype
+        assert torch.equal(found.argmax(1).cpu(), own.argmax(1))
+        assert (found.exp().cpu().float() - calibrator(own.double()).exp()).abs().max() < torch.finfo(dtype).eps * 4
+
+
 def test_all_crops_give_what_they_give_here(data) -> None:
     z, y = data
     here = new("lts-ti").fit(z, y, voxels="all").fit_report

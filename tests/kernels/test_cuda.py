@@ -170,7 +170,7 @@ def test_the_first_unfit_voxel_is_named(value: float, monkeypatch) -> None:
     given.labels[1, 5, 6] = given.labels[1, 7, 7] = 0
     with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
         cuda.tally(given, 1)
-    monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
+    monkeypatch.setattr(fitting_passes, "device_kernels", lambda _: cuda)
     with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
         fitting_passes.temperature_sums(given, 1.0)
     parts = [fitting_passes.begin_sums(own, 1.0) for own in (voxels(3), given)]
@@ -188,12 +188,12 @@ def test_a_label_out_of_range_is_named() -> None:
 def test_temperature_sums(beta: float, monkeypatch) -> None:
     given = voxels(5, mask=marks((2, 9, 8)) < 0.8)
     expected = temperature_definition(given, beta)
-    monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
+    monkeypatch.setattr(fitting_passes, "device_kernels", lambda _: cuda)
     assert fitting_passes.temperature_sums(given, beta) == pytest.approx(expected, rel=1e-6)
 
 
 def test_temperature_sums_of_more_launches_than_are_added_up_together(monkeypatch) -> None:
-    monkeypatch.setattr(fitting_passes, "cuda_kernels", lambda _: cuda)
+    monkeypatch.setattr(fitting_passes, "device_kernels", lambda _: cuda)
     monkeypatch.setattr(fitting_passes, "_TOGETHER", 2)
     given = [voxels(3)] * 5
     total = fitting_passes.end_sums(fitting_passes.begin_sums(own, 0.7) for own in given)

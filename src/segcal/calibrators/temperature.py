@@ -249,9 +249,9 @@ class EnsembleTemperatureScaling(HasTemperature, Calibrator):
         return keep_order(torch.where(torch.isneginf(logits), -torch.inf, scores), logits)
 
     def _fast(self, kernels: Any, logits: Tensor) -> Any:
-        if logits.is_cuda:
-            return None
         scaled, plain, uniform = self.weights.log().tolist()
+        if logits.is_cuda:
+            return kernels.apply_mixture(logits, float(self.beta), (scaled, plain, uniform))
         if not AffineMap(self.beta).suits(logits) or (uniform > -math.inf and some_impossible(logits)):
             return None  # the uniform part covers only possible classes, whose number varies
         if plain == uniform == -math.inf:

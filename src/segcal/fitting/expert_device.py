@@ -6,6 +6,7 @@ The sums are matrix products, which accelerators do in float64 at nearly the spe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from segcal.fitting.expert_sums import Sums, curvature_places
 from segcal.kernels.experts import Features, describe
 from segcal.types import FloatArray
 
-# Rows summed at a time: for 19 classes their products, 419 x 2^16 float64, take 220 MB.
+# Rows whose products are summed at a time: for 19 classes these, 419 x 2^16 float64, take 220 MB.
 _ROWS = 2**16
+# Features of rows without products, 134 MB: with fewer, starting the operations takes Python longer than they take.
+_FEATURES = 2**24
 
 
 class DeviceRows(NamedTuple):
@@ -70,9 +73,10 @@ def tensor_sums(
     vector = features == "own-logit"
     shape = (2 * outputs, 2 * outputs) if vector else (_pairs(outputs) + outputs, _pairs(inputs))
     products = at.new_zeros((len(at), *shape) if curvature else 0)
+    step = _ROWS if curvature else max(_ROWS, _FEATURES // inputs)
     for e in range(len(at)) if experts is None else experts:
-        for start in range(rows.first[e], rows.first[e + 1], _ROWS):
-            piece = slice(start, min(start + _ROWS, rows.first[e + 1]))
+        for start in range(rows.first[e], rows.first[e + 1], step):
+            piece = slice(start, min(start + step, rows.first[e + 1]))
             if vector:
                 _add_vector(rows, at[0], piece, nll, gradient[0], products[0] if curvature else None)
             else:
@@ -82,12 +86,17 @@ def tensor_sums(
 
 def tensor_curvature(products: Tensor, outputs: int, inputs: int, *, nested: bool = False) -> Tensor:
     """``expert_sums.full_curvature`` of all experts ``(E, P, P)``."""
-    found = curvature_places(outputs, inputs, nested=nested)
-    minus, plus, where = (torch.from_numpy(own).to(products.device) for own in found)
+    minus, plus, where = _places(outputs, inputs, nested, products.device)
     flat = products.flatten(1)
     full = -flat[:, minus.flatten()]
     full[:, where] += flat[:, plus]
     return full.view(len(products), *minus.shape)
+
+
+@lru_cache(maxsize=4)
+def _places(outputs: int, inputs: int, nested: bool, device: torch.device) -> list[Tensor]:
+    """``curvature_places`` on a device, to which copying them takes as long as the sums."""
+    return [torch.from_numpy(own).to(device) for own in curvature_places(outputs, inputs, nested=nested)]
 
 
 def _add(

@@ -199,7 +199,8 @@ def _share_sums(
 
             return Sums(*expert_gradient(chunk.logits, chunk.labels, chunk.valid, expert_map(theta, features)))
         if chunk.logits.is_cuda:
-            z, labels = chunk.logits.movedim(1, -1)[chunk.valid], chunk.labels[chunk.valid]
+            valid = chunk.valid.nonzero(as_tuple=True)  # the device is waited for once, not for each tensor
+            z, labels = chunk.logits.movedim(1, -1)[valid], chunk.labels[valid]
             ones = torch.ones(len(z), dtype=torch.float64, device=z.device)
             found = DeviceRows.of(z, labels, ones, features, len(theta))
             return device_sums(found, theta, features, curvature=bool(experts), experts=experts)

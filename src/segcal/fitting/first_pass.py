@@ -81,7 +81,8 @@ class FirstPass:
 
     def beta(self) -> float:
         """1 / temperature with the lowest NLL on the sample, within bounds."""
-        loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS))
+        device = self.device if self.device.type == "cuda" else None  # other accelerators may lack float64
+        loss = SampleNLL.of(self.sample.thin(_TEMPERATURE_VOXELS), device)
         return newton_1d(loss, 1.0, (LOWEST, HIGHEST), tolerance=_TEMPERATURE_SLOPE).value
 
 

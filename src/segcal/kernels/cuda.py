@@ -74,6 +74,17 @@ def apply_temperature(logits: Tensor, beta: float) -> Tensor:
     return _map(logits, maps.apply_few_temperature_loop, (), beta, CLASSES=classes, **_ALONE)
 
 
+def apply_mixture(logits: Tensor, beta: float, log_weights: tuple[float, float, float]) -> Tensor:
+    """``log(w1 S(beta z) + w2 S(z) + w3 / C)`` in the dtype of the logits, with exactly their argmax, in their order.
+
+    C are a voxel's possible classes. The weights sum to one; the logarithm of one that is zero is -inf.
+    """
+    classes = logits.shape[1]
+    if classes > FEW:
+        return _map(logits, maps.apply_mixture_loop, (), beta, *log_weights)
+    return _map(logits, maps.apply_few_mixture_loop, (), beta, *log_weights, CLASSES=classes, **_ALONE)
+
+
 def apply_experts(logits: Tensor, expert_map: ExpertMap, *, keep: bool) -> Tensor:
     """``log S(expert_map(z))`` of logits ``(N, C, *spatial)`` in their dtype; ``keep`` keeps exactly their argmax."""
     classes = logits.shape[1]

@@ -38,7 +38,7 @@ _LAUNCH = 2**23 - 64
 # blocks in turn; with histograms of classes and without. With fewer registers more warps of an H200's 132 processors
 # hide each other's waiting, 65536 / 32 / registers and at most 32 of each; with far fewer, numbers move to memory and
 # back.
-_FEW = {True: (32, 96, 132 * 21), False: (32, 64, 132 * 32)}
+_FEW = {True: (32, 64, 132 * 32), False: (32, 64, 132 * 32)}
 _MANY = {True: (32, 64, 132 * 32), False: (64, None, 132 * 32)}
 # Copies of the histograms, and numbers in all of them (32 MB).
 _COPIES, _CELLS = 64, 2**22
@@ -84,10 +84,11 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
         mapped = score_map(voxels.logits.detach().float())
         voxels = dataclasses.replace(voxels, logits=mapped, score_map=None, uncalibrated=before)
     walk, slots, classwise = Walk.of(voxels), voxels.num_slots, voxels.class_grid is not None
-    device, classes, top = walk.logits.device, walk.logits.shape[1], voxels.top_grid
+    number, sizes, tensors = walk.voxels, walk.sizes, walk.tensors
+    device, classes, top = walk.logits.device, sizes[0], voxels.top_grid
     by_class = voxels.class_grid or ONE_BIN
     bins, few = len(by_class) if classwise else 0, classes <= FEW
-    if not walk.voxels:
+    if not number:
         return Tally.zeros(slots, classes, top, voxels.class_grid), 0.0
     size, registers, most = (_FEW if few else _MANY)[classwise]
     blocks, _ = walk.blocks(size)
@@ -100,8 +101,8 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     room_size = out_size + copies * cells + programs * math.prod(parts["columns"].shape)
     room = torch.zeros(room_size, dtype=torch.int64, device=device)
     ends.origin_loop[(1,)](
-        *walk.tensors, room, parts["ends"].start, walk.voxels, *walk.sizes, walk.ignored, beta, SIZE=_SEARCH,
-        MASKED=walk.masked, num_warps=_WARPS,
+        *tensors, room, parts["ends"].start, number, *sizes, walk.ignored, beta, SIZE=_SEARCH, MASKED=walk.masked,
+        num_warps=_WARPS,
     )  # fmt: skip
     others = [flat(own, device) for own in (voxels.slots, voxels.uncalibrated)]
     loop, options = (loops.tally_few_loop, {"CLASSES": classes}) if few else (loops.tally_loop, {})
@@ -109,9 +110,9 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
         if start:
             room[out_size:].zero_()
         loop[(programs,)](
-            *walk.tensors, *(room if own is None else own for own in others), tables.first, tables.top,
-            tables.by_class, room, start, min(start + _LAUNCH // size, blocks), walk.voxels, *walk.sizes, walk.ignored,
-            beta, out_size, slots, len(top), bins, copies,
+            *tensors, *(room if own is None else own for own in others), tables.first, tables.top, tables.by_class,
+            room, start, min(start + _LAUNCH // size, blocks), number, *sizes, walk.ignored, beta, out_size, slots,
+            len(top), bins, copies,
             BLOCK=size, MASKED=walk.masked, SLOTTED=others[0] is not None, COMPARE=others[1] is not None,
             SCALED=scaled, CLASSWISE=classwise, TOP_STEPS=tables.top_steps, CLASS_STEPS=tables.class_steps,
             num_warps=1, maxnreg=registers, **options,
@@ -130,7 +131,7 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     values[:] = found.numpy()
     shift, last = values[-2:].view(np.float64)[0], values[-1]
     if last:
-        raise voxels.bad_voxel(walk.voxels - int(last))
+        raise voxels.bad_voxel(number - int(last))
     return _tally_of(arrays, compares=voxels.compares), float(shift)
 
 

@@ -40,7 +40,8 @@ class Walk:
     @property
     def voxels(self) -> int:
         """Voxels of all images."""
-        return len(self.logits) * self.logits.shape[2]
+        images, _, inner = self.logits.shape
+        return images * inner
 
     @property
     def masked(self) -> bool:
@@ -59,8 +60,9 @@ class Walk:
 
     def blocks(self, size: int = BLOCK) -> tuple[int, int]:
         """Blocks of all images and of one."""
-        per_image = -(-self.logits.shape[2] // size)
-        return len(self.logits) * per_image, per_image
+        images, _, inner = self.logits.shape
+        per_image = -(-inner // size)
+        return images * per_image, per_image
 
 
 def joined(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ any order. Voxels that do not count have no weight: to pick the others, Python w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from segcal.kernels.grid import BinGrid
 from segcal.kernels.reference import sum_in_parts
 from segcal.kernels.tally import Tally
-from segcal.kernels.voxels import PIECE_VOXELS, Voxels
+from segcal.kernels.voxels import PIECE_VOXELS, Piece, Voxels
 from segcal.scores import DEPTH
 
 # Numbers in one intermediate matrix (C, v) of float32: 64 MB. There are about six at a time.
@@ -41,16 +42,53 @@ def tally(voxels: Voxels, threads: int) -> Tally:
 def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     """All statistics, and the shift that the energies are relative to, which the device chooses."""
     adding = _Adding(voxels)
-    step = min(max(_MATRIX_SIZE // voxels.logits.shape[1], PIECE_VOXELS), _MOST)
-    for piece in voxels.pieces(step, step):
-        (scores, columns), valid = voxels.scores(piece), voxels.valid(piece)
-        labels, slots, before = (
+    for piece, scores, labels, valid in _read(voxels):
+        slots, before = (
             None if own is None else voxels.flat(own, piece).to(scores.device).long()
-            for own in (voxels.labels, voxels.slots, voxels.uncalibrated)
+            for own in (voxels.slots, voxels.uncalibrated)
         )
-        assert labels is not None
-        adding.add(scores[:, columns].float(), labels, valid.to(scores.device), slots, before, piece.offset)
+        adding.add(scores.float(), labels, valid, slots, before, piece.offset)
     return adding.result()
+
+
+def temperature_sums(voxels: Voxels, beta: float) -> Tensor:
+    """Sums of the valid voxels, and how far from the end the first unfit one is, as ``cuda.temperature_sums`` has them.
+
+    See ``segcal.kernels.fitting_passes``.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=voxels.logits.device)
+    last = torch.zeros(1, dtype=torch.int64, device=sums.device)
+    for piece, scores, labels, valid in _read(voxels):
+        z = scores.float()
+        best, winner = z.max(0)
+        known = (labels >= 0) & (labels < len(z))
+        own = z.gather(0, labels.masked_fill(~known, 0)[None])[0].double() - best.double()
+        fit = torch.isfinite(best) & known & (own >= -DEPTH)
+        last = torch.maximum(last, _first_unfit(voxels, valid & ~fit, piece.offset))
+        gap = z - best
+        d = gap.mul(beta).clamp_(min=_LOWEST)
+        e = d.exp().masked_fill_(gap < -DEPTH, 0.0).scatter_(0, winner[None], 0.0)
+        others = e.sum(0, dtype=torch.float64)
+        mean, square = ((e * power).sum(0, dtype=torch.float64) / (1 + others) for power in (d, d.square()))
+        slope = mean - own * beta
+        terms = torch.ones_like(others), torch.log1p(others) - own * beta, slope, square - mean.square() + slope
+        sums += torch.where(valid & fit, torch.stack(terms), 0.0).sum(1)
+    return torch.cat((sums, last.view(torch.float64)))
+
+
+def _read(voxels: Voxels) -> Iterator[tuple[Piece, Tensor, Tensor, Tensor]]:
+    """Many voxels at a time, in order: their scores ``(C, v)``, labels int64, and which of them count."""
+    device, step = voxels.logits.device, min(max(_MATRIX_SIZE // voxels.logits.shape[1], PIECE_VOXELS), _MOST)
+    for piece in voxels.pieces(step, step):
+        scores, columns = voxels.scores(piece)
+        labels = voxels.flat(voxels.labels, piece).to(device).long()
+        yield piece, scores[:, columns], labels, voxels.valid(piece).to(device)
+
+
+def _first_unfit(voxels: Voxels, unfit: Tensor, offset: int) -> Tensor:
+    """How many of all voxels come from the first of these unfit ones on, 0 if there is none."""
+    places = torch.arange(offset, offset + len(unfit), device=unfit.device)
+    return torch.where(unfit, voxels.labels.numel() - places, 0).max()
 
 
 class _Histogram:
@@ -116,9 +154,7 @@ class _Adding:
         best, winner = z.max(0)
         known = (y >= 0) & (y < self.classes)
         fit = torch.isfinite(best) & known
-        places = torch.arange(offset, offset + len(y), device=self.device)
-        unfit = torch.where(valid & ~fit, self.voxels.labels.numel() - places, 0)
-        self.unfit = torch.maximum(self.unfit, unfit.max())
+        self.unfit = torch.maximum(self.unfit, _first_unfit(self.voxels, valid & ~fit, offset))
         counts = valid & fit
         y = y.masked_fill(~known, 0)
 

@@ -66,6 +66,12 @@ def cuda_kernels(logits: Tensor) -> ModuleType | None:
     return _compiled("cuda") if suits else None
 
 
+def device_kernels(logits: Tensor) -> ModuleType | None:
+    """``cuda_kernels`` of logits whose gradient does not matter; without triton ``device_torch``, which has sums."""
+    suits = logits.numel() > 0 and _suits("triton", logits)
+    return (_compiled("cuda") or device_torch) if suits else None
+
+
 def trust_maps(values: Tensor, size: int | None = None) -> ModuleType | None:
     """``segcal.kernels.trust_cpu`` or ``cuda_trust``, whichever suits these float32 values; None if neither does.
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segcal.kernels.dispatch import cuda_kernels, fast_maps
+from segcal.kernels.dispatch import cuda_kernels, device_kernels, fast_maps
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
 from segcal.kernels.pieces_cpu import as_list, block_size, sweep, workers
 from segcal.kernels.voxels import Voxels
@@ -146,7 +146,7 @@ def begin_sums(voxels: Voxels | Sequence[Voxels], beta: float) -> TemperatureSum
     Several must lie in the CPU's memory.
     """
     several = as_list(voxels)
-    if len(several) == 1 and (kernels := cuda_kernels(several[0].logits)) is not None:
+    if len(several) == 1 and (kernels := device_kernels(several[0].logits)) is not None:
         on_device: Tensor = kernels.temperature_sums(several[0], beta)
         return on_device
     if _suit_loops(several):
