@@ -22,7 +22,7 @@ import segcal
 from segcal.synthetic import scenes
 
 CLASSES, IMAGE = 19, (256, 512)
-METHODS = ("ts", "dc", "cms-op", "cms-ap", "isotonic")
+METHODS = ("ts", "ets", "dc", "cms-op", "cms-ap", "isotonic")
 
 
 def begin(about: str, made: int = 10) -> tuple[Tensor, Tensor, list[str]]:
