@@ -35,7 +35,7 @@ KEEPING |= {"isotonic", "meta-cal", "selective"}
 MOVING = {"camvid": ("MS", "DC", "CDC"), "": ("ms", "dc", "cdc")}
 MATCHED = {"camvid": (("LTS-TI", "LTS"), ("MS_c", "MS")), "": (("lts-ti", "lts"), ("ms-c", "ms"))}
 # The losses that claim (a) is about.
-CALIBRATED, OTHERS = ("nacl", "crac", "crac-margin5"), ("fl", "ls", "svls", "mbls-10", "mbls-5")
+CALIBRATED, OTHERS = ("nacl", "crac", "crac-margin5", "crac-code"), ("fl", "ls", "svls", "mbls-10", "mbls-5")
 
 
 class Setting(NamedTuple):

@@ -31,7 +31,7 @@ def _loss(id: str, **options: Any) -> dict[str, Any]:
 
 
 # Table 1 of both papers, with MEEP and mL1-ACE. NACL's table has MbLS with margin 5, CRaC's with margin 10. CRaC has no
-# margin in its paper (1), but 5 in its released code.
+# margin in its paper (1), but 5 in its released code, which also learns its multipliers from means over all voxels.
 MAIN = {
     "ce-dice": _loss("ce-dice"),
     "fl": _loss("focal", gamma=3.0),
@@ -44,6 +44,7 @@ MAIN = {
     "bwcr": _loss("bwcr"),
     "crac": _loss("crac"),
     "crac-margin5": _loss("crac", margin=5.0),
+    "crac-code": _loss("crac", margin=5.0, average="all"),
     "meep": _loss("meep"),
     "ml1-ace": _loss("ml1-ace"),
 }
@@ -57,10 +58,12 @@ ABLATION = {
     "nacl-softmax": _loss("nacl", weight=0.1, on="softmax"),
     "nacl-patch5": _loss("nacl", weight=0.1, patch=5),
 }
-# Figure 1 of CRaC, which learns its weights and has no lambda: its margin varies.
+# Figure 1 of CRaC, which learns its weights and has no lambda: its margin varies. MEEP has the weight of its released
+# code.
 SENSITIVITY = {
     **{f"nacl-{weight:g}": _loss("nacl", weight=weight) for weight in (0.01, 0.05, 0.2, 0.3, 1.0)},
     "crac-margin2": _loss("crac", margin=2.0),
+    "meep-0.3": _loss("meep", weight=0.3),
 }
 GROUPS = {"main": MAIN, "ablation": ABLATION, "sensitivity": SENSITIVITY}
 

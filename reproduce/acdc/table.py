@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranks(measured, list(config.MAIN))
         tables = [row for row in published if not row["table"].endswith("table 1")]
         compare("Ablations of NACL, first seed", first, ["nacl", *config.ABLATION], tables)
-        others = ["nacl", "crac", "crac-margin5", *config.SENSITIVITY]
+        others = ["nacl", "crac", "crac-margin5", "crac-code", *config.SENSITIVITY]
         compare("Sensitivity of NACL to its weight, beside CRaC and its margin, first seed", first, others, [])
     rows = read_rows(results / "posthoc.csv")
     for name in dict.fromkeys(row["run"] for row in rows):

@@ -47,6 +47,18 @@ def test_update_is_the_mean_derivative_of_the_penalty():
     assert not loss.multipliers.sums.any()
 
 
+def test_the_mean_over_all_voxels_counts_a_region_by_its_size():
+    logits, labels = scene()
+    loss = losses.CRaC(3, average="all")
+    loss.observe(logits, labels)
+    sums, voxels = loss.multipliers.sums.clone(), loss.multipliers.voxels.clone()
+    loss.update()
+    torch.testing.assert_close(loss.multipliers.values, 1e-6 + 0.1 * sums / voxels.sum())
+    assert "average='all'" in repr(loss)
+    with pytest.raises(InputError, match="average"):
+        losses.CRaC(3, average="voxels")
+
+
 def test_rho_grows_only_where_the_violation_does_not_shrink():
     multipliers = losses.Multipliers(2)
     for epoch in range(1, 31):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, distributed, nn
 from typing_extensions import Self, Unpack
 
-from segcal.errors import InputError, check_whole
+from segcal.errors import InputError, check_name, check_whole
 from segcal.kernels import fast_penalties
 from segcal.losses.base import Loss
 from segcal.losses.checks import Batch, PenaltyOptions, check_number, check_patch, prepare
@@ -18,6 +18,9 @@ from segcal.losses.patches import label_codes, patch_counts
 from segcal.losses.voxelwise import Part, Terms
 
 __all__ = ["CRaC", "Multipliers", "crac"]
+
+# The voxels that a mean violation is over.
+Average = Literal["region", "all"]
 
 # Bounds of the multipliers, which start at the lower one.
 LOWEST, HIGHEST = 1e-6, 1e6
@@ -133,6 +136,9 @@ def violation_sums(
 class Multipliers(nn.Module):
     """Lagrange multipliers and penalty parameters ``(2, C)``; rows are the inner and the outer region.
 
+    ``average="all"`` takes the mean over all voxels, with no violation outside of the region, as CRaC's released code
+    does: the multipliers of a region then grow in proportion to its size, those of the outer one very slowly.
+
     An update sets ``lambda <- mean of lambda + rho h`` over the validation voxels of the region (h is the violation of
     the constraint), within [1e-6, 1e6]. Every tenth update, rho grows by 1.2, up to 10, where mean h exceeds 0.9 of its
     value ten updates earlier. Only the sums of h are kept, so batches and processes of ``torch.distributed`` add up. A
@@ -160,9 +166,11 @@ class Multipliers(nn.Module):
     sums: Tensor
     voxels: Tensor
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, average: Average = "region") -> None:
         super().__init__()
         check_whole("num_classes", num_classes, 2)
+        check_name("average", average, get_args(Average))
+        self.average = average
         start = torch.zeros(2, num_classes, dtype=torch.float64)
         self.register_buffer("values", start + LOWEST)
         self.register_buffer("rho", start + RHO_START)
@@ -193,7 +201,7 @@ class Multipliers(nn.Module):
                 fix="call observe(logits, labels) for every validation batch before update()",
             )
         seen = (self.voxels > 0).unsqueeze(1).expand_as(self.sums)
-        mean = self.sums / self.voxels.unsqueeze(1)
+        mean = self.sums / (self.voxels.unsqueeze(1) if self.average == "region" else self.voxels.sum())
         if not bool(mean[seen].isfinite().all()):
             raise InputError("validation logits are not finite", expected="finite logits", fix="lower the step size")
         self.epoch += 1
@@ -221,6 +229,7 @@ class CRaC(Loss, id="crac", function=crac, neighbourhood=True, translation_invar
 
     After every epoch pass the validation batches to ``observe`` and call ``update``, or use a helper of
     ``segcal.losses.callbacks``. ``state_dict`` holds the multipliers and their trace: save it with your checkpoint.
+    ``margin=5, average="all"`` is what the released code does; see ``Multipliers``.
 
     Examples:
         >>> loss = CRaC(num_classes=2)
@@ -232,9 +241,18 @@ class CRaC(Loss, id="crac", function=crac, neighbourhood=True, translation_invar
                 [1.0000e-06, 1.0000e-06]], dtype=torch.float64)
     """
 
-    def __init__(self, num_classes: int, margin: float = 1.0, **options: Any) -> None:
+    def __init__(self, num_classes: int, margin: float = 1.0, *, average: Average = "region", **options: Any) -> None:
         super().__init__(margin=margin, **options)
-        self.multipliers = Multipliers(num_classes)
+        self.multipliers = Multipliers(num_classes, average)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The options of ``crac``, and what the multipliers average over."""
+        return {**super().defaults(), "average": "region"}
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"{super().extra_repr()}, average={self.multipliers.average!r}"
 
     @classmethod
     def of_classes(cls, num_classes: int, **options: Any) -> Self:

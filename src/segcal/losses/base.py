@@ -51,13 +51,14 @@ class Loss(nn.Module):
 
     def __init__(self, *values: Any, **options: Any) -> None:
         super().__init__()
-        defaults = self.defaults()
         for name in options:
-            if name not in defaults:
-                raise TypeError(f"{type(self).__name__} has no option {name!r}, only {', '.join(defaults)}")
-        self._options = {**defaults, **self._signature.bind(*values, **options).arguments}
+            if name not in self._signature.parameters:
+                raise TypeError(f"{type(self).__name__} has no option {name!r}, only {', '.join(self.defaults())}")
+        bound = self._signature.bind(*values, **options)
+        bound.apply_defaults()
+        self._options = dict(bound.arguments)
         class_weights = self._options.pop("class_weights")
-        if "base" in defaults:
+        if "base" in self._options:
             self.base = self._options.pop("base")
         weights = None if class_weights is None else torch.as_tensor(class_weights)
         if weights is not None and not bool((weights >= 0).all() & weights.isfinite().all()):
