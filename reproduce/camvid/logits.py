@@ -87,7 +87,7 @@ def write(
         np.save(folder / f"images/{scan.id}.npy", image.round().numpy().astype(np.uint8))
         for name, network in networks.items():
             device = next(network.parameters()).device
-            logits = network(normalised(image)[None].to(device)).float().cpu()
+            logits = network(network.normalised(image)[None].to(device)).float().cpu()
             small = round_keeping_argmax(logits, torch.float16)
             np.save(folder / "logits" / name / f"{scan.id}.npy", small[0].numpy())
 
@@ -99,9 +99,3 @@ def write(
 def shown(image: Tensor, name: str, severity: Severity | None) -> Tensor:
     """An image with values from 0 to 255, corrupted or not."""
     return image if severity is None else 255 * corrupt(image / 255, name, None, severity)
-
-
-def normalised(image: Tensor) -> Tensor:
-    """As in training: every channel has mean 0 and standard deviation 1."""
-    deviation, mean = torch.std_mean(image.double(), (1, 2), correction=0, keepdim=True)
-    return ((image - mean) / torch.where(deviation > 0, deviation, 1.0)).float()

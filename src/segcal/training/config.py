@@ -20,6 +20,7 @@ from segcal.training.unet import Norm
 
 Augmentation = Literal["flip", "mirror", "rotate", "scale"]
 Precision = Literal["float16", "float32"]
+Normalisation = Literal["scan", "train"]
 PARTS = ("train", "validation", "test")
 
 # Options of losses that the dataset and the trainer set.
@@ -158,6 +159,8 @@ class TrainingConfig:
     workers: Annotated[int, _whole(0)] = 0
     """Processes that read ahead; 0 reads in the training process."""
     augment: Annotated[tuple[Augmentation, ...], _AUGMENTATIONS] = ("flip", "rotate")
+    normalise: Annotated[Normalisation, choice(Normalisation)] = "scan"
+    """Whose mean and standard deviation of each channel become 0 and 1: of every scan, or of all training scans."""
     crop: Annotated[tuple[int, ...] | None, _SIZE] = None
     """Training images are cropped or padded to this size."""
     window: Annotated[tuple[int, ...] | None, _SIZE] = None

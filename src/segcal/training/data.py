@@ -34,7 +34,7 @@ class Scan:
 
     Attributes:
         images: Files of ``(channels, *spatial)`` or ``(*spatial)``, whose channels are concatenated.
-        mean: The mean of each channel over the scan, used for normalisation.
+        mean: The mean of each channel, over the scan or all training scans, used for normalisation.
         std: The standard deviation of each channel, likewise.
     """
 
@@ -63,9 +63,11 @@ class Scan:
         return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
     def normalised(self, rows: slice) -> Tensor:
-        """Some rows of the image; over the whole scan, each channel has mean 0 and standard deviation 1."""
+        """Some rows of the image, each channel less its mean, over its standard deviation."""
         shape = (-1, *(1,) * len(self.spatial))
-        return (self.image(rows) - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
+        # A constant channel becomes 0.
+        std = torch.tensor([own or 1.0 for own in self.std])
+        return (self.image(rows) - torch.tensor(self.mean).view(shape)) / std.view(shape)
 
     def labels(self, rows: slice) -> Tensor:
         """Some rows of the labels ``(rows, ...)`` int64; masked voxels are ignored."""
@@ -125,6 +127,17 @@ class Dataset:
     def channels(self) -> int:
         """Channels of every image."""
         return next(iter(self.scans.values())).channels
+
+    def normalised_by(self, names: Sequence[str]) -> Dataset:
+        """The same scans, all with the mean and the standard deviation of each channel over some of them."""
+        some = [self.scans[name] for name in names]
+        voxels = np.array([math.prod(scan.spatial) for scan in some], np.float64)
+        means, deviations = (np.array([getattr(scan, name) for scan in some]) for name in ("mean", "std"))
+        mean = np.average(means, 0, voxels)
+        std = np.sqrt(np.average(deviations**2 + (means - mean) ** 2, 0, voxels))
+        own = tuple(mean.tolist()), tuple(std.tolist())
+        scans = {name: replace(scan, mean=own[0], std=own[1]) for name, scan in self.scans.items()}
+        return replace(self, scans=scans)
 
     def parts(self, shares: Mapping[str, float] | None, seed: int) -> dict[str, tuple[str, ...]]:
         """The names of the scans for ``train``, ``validation``, ``test``.
@@ -295,6 +308,4 @@ def _check(scan: Scan, classes: int) -> Scan:
             expected="finite images",
         )
     deviation, mean = torch.std_mean(image, 1, correction=0)
-    # A constant channel becomes 0.
-    deviation = torch.where(deviation > 0, deviation, 1.0)
     return replace(scan, mean=tuple(mean.tolist()), std=tuple(deviation.tolist()))

@@ -102,6 +102,11 @@ class Trainer:
         for folder in LOGITS.values():  # Fail now, not after hours of training.
             OwnFolder(self.output / folder, DATASET, inputs=self.dataset.folders, resume=resume)
         self.parts = self.dataset.parts(config.split, config.seed)
+        intensities: dict[str, Any] = {}
+        if config.normalise == "train":
+            self.dataset = self.dataset.normalised_by(self.parts["train"])
+            one = next(iter(self.dataset.scans.values()))
+            intensities = {"mean": one.mean, "std": one.std}
         self.loss = build_loss(config.loss, self.dataset.classes, self.dataset.ignore_index)
         # These losses learn their multipliers on the validation set.
         self.controllers = [module for module in self.loss.modules() if isinstance(module, CRaC)]
@@ -122,7 +127,8 @@ class Trainer:
         self.processes = join(config.device)
         torch.manual_seed(config.seed)
         options = {name: getattr(config, name) for name in ("network", "width", "depth", "layers", "norm", "dims")}
-        self.network = new_network(self.dataset.channels, self.dataset.classes, **options).to(self.processes.device)
+        self.network = new_network(self.dataset.channels, self.dataset.classes, **options, **intensities)
+        self.network.to(self.processes.device)
         self.loss.to(self.processes.device)
         processes = self.processes
         on_gpu = processes.device.type == "cuda"

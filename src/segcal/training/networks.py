@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,18 +17,34 @@ from segcal.training.unet import UNet
 Network = Literal["unet", "residual-unet", "fc-densenet"]
 
 
-def new_network(channels: int, classes: int, network: Network, **options: Any) -> Segmenter:
+def new_network(
+    channels: int,
+    classes: int,
+    network: Network,
+    *,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    **options: Any,
+) -> Segmenter:
     """A network with random weights; options that it does not have are left out.
+
+    ``mean`` and ``std`` are those of ``Segmenter.normalised``, by default of each image.
 
     Examples:
         >>> new_network(3, 11, "fc-densenet", width=12, layers=(4, 4), depth=5).options["layers"]
         [4, 4]
     """
     check_name("network", network, get_args(Network))
+    names = ("width", "layers") if network == "fc-densenet" else ("width", "depth", "norm", "dims")
+    own = {name: options[name] for name in names if name in options}
+    found: Segmenter
     if network == "fc-densenet":
-        return FCDenseNet(channels, classes, **{name: options[name] for name in ("width", "layers") if name in options})
-    own = {name: options[name] for name in ("width", "depth", "norm", "dims") if name in options}
-    return UNet(channels, classes, network=network, **own)
+        found = FCDenseNet(channels, classes, **own)
+    else:
+        found = UNet(channels, classes, network=network, **own)
+    if mean:
+        found.options |= {"mean": list(mean), "std": list(std)}
+    return found
 
 
 def load_network(path: str | Path) -> Segmenter:

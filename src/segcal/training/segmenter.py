@@ -54,6 +54,24 @@ class Segmenter(nn.Module):
         inside = (slice(None), slice(None), *(slice(size) for size in space))
         return self.scores(x)[inside].contiguous()
 
+    def normalised(self, image: Tensor) -> Tensor:
+        """An image ``(channels, *S)`` as the network was trained on: each channel less its mean, over its deviation.
+
+        These are in ``options`` if they are those of the training images; otherwise they are those of the image.
+
+        Examples:
+            >>> from segcal.training.networks import new_network
+            >>> new_network(1, 2, "unet", width=2, depth=2, mean=[10.0], std=[4.0]).normalised(torch.tensor([[14.0]]))
+            tensor([[1.]])
+        """
+        shape = (-1, *(1,) * (image.ndim - 1))
+        if "mean" in self.options:
+            mean, deviation = (torch.tensor(self.options[name], device=image.device) for name in ("mean", "std"))
+        else:
+            deviation, mean = torch.std_mean(image.double().flatten(1), 1, correction=0)
+        deviation = torch.where(deviation > 0, deviation, 1.0)  # a constant channel becomes 0
+        return ((image - mean.view(shape)) / deviation.view(shape)).float()
+
     def to_channels_last(self) -> None:
         """Weights of a network for images are stored so, which makes convolutions on a CPU half as fast again."""
         if self.dims == 2:
