@@ -1,4 +1,6 @@
 import copy
+import functools
+import gc
 import math
 import os
 import sys
@@ -9,6 +11,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 import pytest
 import torch
+import typer.main
 from hypothesis import settings
 
 from seeds import DEFAULT_SEED, ROUNDS, SEED
@@ -45,6 +48,12 @@ def _small_scenes_are_generated_once(monkeypatch, request):
     monkeypatch.setattr(SceneSpec, "generate", kept)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_built_once():
+    """Typer builds all commands from their signatures at every call, which takes longer than most calls of tests."""
+    typer.main.get_command = functools.cache(typer.main.get_command)
+
+
 # Property tests draw the same examples in every run, or others with every seed.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("seeded", derandomize=False, database=None, deadline=None, print_blob=True)
@@ -56,6 +65,13 @@ def pytest_configure(config):
     """Hand the seed to hypothesis, as its option would, unless that is given."""
     if SEED != DEFAULT_SEED and config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = SEED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """What was imported stays: each search for garbage would take half a second to go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():
