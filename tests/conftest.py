@@ -1,3 +1,4 @@
+import atexit
 import copy
 import functools
 import gc
@@ -72,6 +73,7 @@ def pytest_collection_finish():
     """What was imported stays: each search for garbage would take half a second to go through it."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries would report what they still hold as lost
 
 
 def pytest_report_header():
@@ -91,6 +93,12 @@ def run(monkeypatch, capsys):
         return stop.value.code or 0, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Reports without figures, which take a second to draw: for tests that look at something else."""
+    monkeypatch.setattr("segcal.report.figures.write_figures", lambda study, folder: [])
 
 
 def pytest_sessionfinish(session):
