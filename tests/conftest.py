@@ -70,9 +70,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """What was imported stays: each search for garbage would take half a second to go through it."""
+    """What was imported stays: each search for garbage would take half a second to go through it.
+
+    What tests import is searched less often.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)
     atexit.register(gc.unfreeze)  # or libraries would report what they still hold as lost
 
 
