@@ -1,4 +1,7 @@
+import atexit
 import copy
+import functools
+import gc
 import math
 import os
 import sys
@@ -9,6 +12,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 import pytest
 import torch
+import typer.main
 from hypothesis import settings
 
 from seeds import DEFAULT_SEED, ROUNDS, SEED
@@ -45,6 +49,12 @@ def _small_scenes_are_generated_once(monkeypatch, request):
     monkeypatch.setattr(SceneSpec, "generate", kept)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_built_once():
+    """Typer builds all commands from their signatures at every call, which takes longer than most calls of tests."""
+    typer.main.get_command = functools.cache(typer.main.get_command)
+
+
 # Property tests draw the same examples in every run, or others with every seed.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("seeded", derandomize=False, database=None, deadline=None, print_blob=True)
@@ -56,6 +66,18 @@ def pytest_configure(config):
     """Hand the seed to hypothesis, as its option would, unless that is given."""
     if SEED != DEFAULT_SEED and config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = SEED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """What was imported stays: each search for garbage would take half a second to go through it.
+
+    What tests import is searched less often.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
+    atexit.register(gc.unfreeze)  # or libraries would report what they still hold as lost
 
 
 def pytest_report_header():
@@ -75,6 +97,12 @@ def run(monkeypatch, capsys):
         return stop.value.code or 0, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Reports without figures, which take a second to draw: for tests that look at something else."""
+    monkeypatch.setattr("segcal.report.figures.write_figures", lambda study, folder: [])
 
 
 def pytest_sessionfinish(session):

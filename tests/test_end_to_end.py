@@ -26,7 +26,7 @@ def command(monkeypatch, *arguments):
 
 @pytest.mark.parametrize("method", PLANTS)
 def test_true_calibration_error_falls_five_times(method, monkeypatch, tmp_path):
-    made = scenes(12, size=(96, 128), num_classes=4, plant=[PLANTS[method]], coherence=0)
+    made = scenes(6, size=(96, 128), num_classes=4, plant=[PLANTS[method]], coherence=0)
     segcal.write_dataset(made, tmp_path / "data", dtype="float32")
     command(monkeypatch, "fit", tmp_path / "data", "--method", method, "--voxels", "all", "--test", "0",
             "-o", tmp_path / "cal.safetensors")  # fmt: skip

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import segcal
+from datasets import plain
 from segcal.calibrators import temperature
 from segcal.cases.device import resolved, values_at_once
 from segcal.errors import InputError
@@ -34,8 +35,7 @@ def test_cases_and_what_is_made_of_them_are_on_the_device():
 
 
 def test_the_command_refuses_a_missing_gpu(run, tmp_path):
-    run("scenes", tmp_path / "scenes", "--volumes")
-    code, _, error = run("evaluate", tmp_path / "scenes", "--device", "cuda")
+    code, _, error = run("evaluate", plain(tmp_path), "--device", "cuda")
     assert code == 1
     assert "no CUDA device" in error
 

@@ -43,6 +43,7 @@ def test_compare_writes_a_report_and_says_what_to_deploy(run, data, tmp_path):
     assert again == document
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_study_of_which_nothing_worked_is_an_error(run, data, tmp_path, monkeypatch):
     def broken(*arguments, **options):
         raise ZeroDivisionError("by zero")
@@ -54,6 +55,7 @@ def test_a_study_of_which_nothing_worked_is_an_error(run, data, tmp_path, monkey
     assert "every method failed" in error
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_shifted_data_and_a_model_from_a_module(run, data, tmp_path, monkeypatch):
     other = tmp_path / "other"
     write_dataset(scenes(4, size=(32, 40), plant=[Temperature(4.0)], seed=7), other)
@@ -106,6 +108,7 @@ def test_help_teaches(run):
         assert word in text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_names_with_markup_are_shown_as_they_are(run, tmp_path):
     root = plain(tmp_path / "in", count=6, shape=(20, 24))
     for folder in ("logits", "labels"):

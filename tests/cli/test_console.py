@@ -53,6 +53,7 @@ def test_the_line_comes_by_itself_while_a_step_is_at_work(make, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("(watch)")]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_every_long_command_tells_how_far_it_is(run, tmp_path, monkeypatch):
     told = {}
 

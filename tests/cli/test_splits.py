@@ -91,6 +91,7 @@ def test_check_lists_wrong_splits_and_notes_cases_in_no_part(run, root):
     assert "group 'case' is divided: 'case1' is in splits.calibration, 'case2' is in splits.test" in text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_compare_says_which_splits_it_used(run, root, tmp_path):
     quick = ("--methods", "ts", "--tune", "none", "--metrics", "nll", "--regions", "everything")
     declare(root, NAMED)

@@ -103,8 +103,8 @@ def test_same_study_same_page(folder, tmp_path):
     assert write_report(tmp_path).read_bytes() == (folder / "index.html").read_bytes()
 
 
-def test_five_hundred_cases_stay_small(tmp_path, monkeypatch):
-    monkeypatch.setattr("segcal.report.figures.write_figures", lambda study, folder: [])
+@pytest.mark.usefixtures("no_figures")
+def test_five_hundred_cases_stay_small(tmp_path):
     study = write(tmp_path, cases=500, methods=20, repeats=3, pictures=False)
     assert write_report(tmp_path).stat().st_size < 1_500_000
     # The worst that can come: every metric, many regions and classes, and twelve volumes of noise.
@@ -292,6 +292,7 @@ def test_a_study_without_baseline_is_refused(tmp_path):
         write_report(tmp_path)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_failed_write_leaves_the_old_page(folder, tmp_path, monkeypatch):
     write(tmp_path, cases=8, pictures=False)
     (tmp_path / "index.html").write_text("old")

@@ -58,3 +58,14 @@ def test_compiled_loops_do_what_the_definition_does(seed, noise, monkeypatch):
     assert box.certificate(compiled, gradient + hessian @ (compiled - start)) < 1e-7
     np.testing.assert_array_equal(box.active(compiled), box.active(plain))
     np.testing.assert_allclose(compiled, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_loops_are_compiled_once_for_either_order_in_memory():
+    factor = np.random.default_rng(0).normal(size=(70, 70))
+    hessian, gradient, box = factor @ factor.T, factor[0], Box(-1.0, 1.0, 70)
+    by_row, by_column = (
+        minimise_quadratic(order(hessian), gradient, np.zeros(70), box)
+        for order in (np.ascontiguousarray, np.asfortranarray)
+    )
+    np.testing.assert_array_equal(by_row, by_column)
+    assert len(quadratic._loops().minimise.signatures) == 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, exp, exp64, inlined
+from segcal.kernels.compiled import DEEP, FIRST, MINUS_INF, NO, ONE, YES, ZERO, Index, elementwise, exp, exp64, inlined
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
 from segcal.kernels.scratch import DOUBLE, FLOAT, INDEX, PerClass
 from segcal.kernels.softmax_loops import argmax, check_labels, log_sums, sum_others, write_log_softmax
@@ -203,7 +203,7 @@ def isotonic_range(x, start, stop, curve, rounding, b, out, to):
         for v in range(size):
             b.own[v] = b.scores[Index(b.winner[v]), v]
             b.best[v] = b.own[v]
-        write_log_softmax(b, b.scores, 0, size, ONE, True, b.winner, rounding, out, to + first - start)
+        write_log_softmax(b, b.scores, FIRST, size, ONE, YES, b.winner, rounding, out, to + first - start)
 
 
 @elementwise
@@ -232,5 +232,5 @@ def histogram_range(x, start, stop, table, rounding, b, out, to):
         _log_probabilities(x, first, size, b)
         for k in range(x.shape[0]):
             _bin_values(b.scores[k], size, steps, edges[k], values[k], b.log_sum)
-        argmax(b.scores, 0, size, b.best, b.winner)
-        write_log_softmax(b, b.scores, 0, size, ONE, False, b.winner, rounding, out, to + first - start)
+        argmax(b.scores, FIRST, size, b.best, b.winner)
+        write_log_softmax(b, b.scores, FIRST, size, ONE, NO, b.winner, rounding, out, to + first - start)

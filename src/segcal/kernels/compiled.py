@@ -49,6 +49,8 @@ inlined = numba.njit(inline="always")
 ZERO, ONE, MINUS_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
 #: Classes this far below the best are impossible.
 DEEP = np.float32(scores.DEPTH)
+#: Arguments of compiled functions that numba does not take for literals: for each of those it compiles another one.
+FIRST, YES, NO = np.int64(0), np.bool_(True), np.bool_(False)
 Index = np.uint32  # unsigned indices spare numba the test for negative ones
 
 _LOG2E = np.float32(1 / math.log(2))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, exp, inlined, log1p
+from segcal.kernels.compiled import DEEP, FIRST, MINUS_INF, ONE, ZERO, Index, elementwise, exp, inlined, log1p
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.kernels.scratch import INDEX, new_block, zeros
 from segcal.kernels.softmax_loops import Block, argmax, write_log_softmax
@@ -306,8 +306,8 @@ def apply_range(x, start, stop, parameters, rounding, scratch, out, to):
                 first = Index(s.winner[v])
                 b.own[v] += ZERO if ranked else scores[first, v]
                 scores[first, v] = b.own[v]
-            argmax(scores, 0, size, b.best, b.winner)
-        write_log_softmax(b, scores, 0, size, ONE, keep, s.winner, rounding, out, to + begin - start)
+            argmax(scores, FIRST, size, b.best, b.winner)
+        write_log_softmax(b, scores, FIRST, size, ONE, keep, s.winner, rounding, out, to + begin - start)
 
 
 @elementwise

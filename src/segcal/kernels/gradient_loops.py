@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from segcal.kernels.compiled import ONE, ZERO, Index, elementwise, exp, log1p
+from segcal.kernels.compiled import FIRST, ONE, ZERO, Index, elementwise, exp, log1p
 from segcal.kernels.expert_loops import GAPS, MARGINS, describe, gather, group, multiply
 from segcal.kernels.softmax_loops import argmax
 from segcal.kernels.tiles import ROWS, add_products
@@ -126,7 +126,7 @@ def gradient_range(x, start, stop, labels, valid, experts, scratch, nll, total):
             gather(s.x, s.voxel, count, s.own_x)
         multiply(experts.weight, inputs, s.first, s.own_u)
         _to_scores(s, count, features, b.rest, b.scores)
-        argmax(b.scores, 0, count, b.best, b.winner)
+        argmax(b.scores, FIRST, count, b.best, b.winner)
         slopes(b, count, s.own_target, b.losses)
         _pull_back(s, count, features, b.rest, b.scores)
         for e in range(s.first.shape[0] - 1):

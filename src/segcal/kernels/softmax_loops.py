@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from segcal.kernels.compiled import DEEP, MINUS_INF, ZERO, elementwise, exp, inlined, log1p
+from segcal.kernels.compiled import DEEP, MINUS_INF, YES, ZERO, elementwise, exp, inlined, log1p
 from segcal.kernels.scratch import DOUBLE, FLOAT, INDEX, PerClass
 from segcal.kernels.tiles import TILE, fetch
 
@@ -171,4 +171,4 @@ def temperature_range(x, start, stop, beta, rounding, b, out, to):
         argmax(x, first, size, b.best, b.winner)
         for v in range(size):
             b.own[v] = b.best[v]
-        write_log_softmax(b, x, first, size, beta, True, b.winner, rounding, out, to + first - start)
+        write_log_softmax(b, x, first, size, beta, YES, b.winner, rounding, out, to + first - start)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from segcal.kernels.compiled import DEEP, MINUS_INF, ONE, ZERO, Index, elementwise, reduction
+from segcal.kernels.compiled import DEEP, FIRST, MINUS_INF, ONE, ZERO, Index, elementwise, reduction
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.gradient_loops import slopes
 from segcal.kernels.softmax_loops import argmax, write_log_softmax
@@ -65,8 +65,8 @@ def apply_range(x, start, stop, parameters, rounding, b, out, to):
         _scores(x, first, size, b.best, vector, b.own, b.scores)
         for v in range(size):
             b.own[v] = b.scores[Index(kept[v]), v]
-        argmax(b.scores, 0, size, b.best, b.winner)
-        write_log_softmax(b, b.scores, 0, size, ONE, keep, kept, rounding, out, to + first - start)
+        argmax(b.scores, FIRST, size, b.best, b.winner)
+        write_log_softmax(b, b.scores, FIRST, size, ONE, keep, kept, rounding, out, to + first - start)
 
 
 @reduction
@@ -97,7 +97,7 @@ def gradient_range(x, start, stop, labels, valid, vector, b, nll, total):
             level[v] -= b.best[v]  # 0 unless the best logit is beyond OFFSET_LIMIT
         for v in range(size):
             target[v] = np.int32(labels[offset + v]) if every or valid[offset + v] else np.int32(0)
-        argmax(b.scores, 0, size, b.best, b.winner)
+        argmax(b.scores, FIRST, size, b.best, b.winner)
         slopes(b, size, target, losses)
         for v in range(size):
             nll[0] += losses[v] if every or valid[offset + v] else 0.0

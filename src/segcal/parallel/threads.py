@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -26,7 +28,14 @@ def torch_threads(count: int) -> Iterator[None]:
 @contextmanager
 def blas_threads(count: int) -> Iterator[None]:
     """Let the linear algebra of numpy and scipy use ``count`` threads in this block, for the same reason."""
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-    with threadpool_limits(count, user_api="blas"):
+    with _blas().limit(limits=count):
         yield
+
+
+@cache
+def _blas() -> Any:
+    """The libraries of linear algebra, looked for once: that takes longer than a small fit."""
+    import scipy.linalg  # noqa: F401 (loads one beside numpy's)
+    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+
+    return ThreadpoolController().select(user_api="blas")

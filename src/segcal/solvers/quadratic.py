@@ -58,7 +58,8 @@ def minimise_quadratic(
         target = _minimise(hessian, slope, lower, upper, unit, ridge, noise)
     else:
         limits = _MAX_STEPS, _DECREASE, _ROUNDING, _LONGER
-        target = loops.minimise(hessian, slope, lower, upper, unit, ridge, noise, *limits)
+        given = np.ascontiguousarray(hessian)  # numba compiles the loops again for another order
+        target = loops.minimise(given, slope, lower, upper, unit, ridge, noise, *limits)
     at_bound = np.where(target <= lower, box.lower, np.where(target >= upper, box.upper, point + unit * target))
     return np.asarray(np.minimum(np.maximum(at_bound, box.lower), box.upper))
 

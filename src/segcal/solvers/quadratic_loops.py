@@ -2,6 +2,9 @@
 
 It holds no lock of the interpreter: threads that each have a quadratic of their own do not wait for each other. In
 Python most of the time of a small quadratic goes to calls of numpy, between which threads would take turns.
+
+Loops are written out: where arrays are added, or indexed by others, numba also compiles a message for shapes that
+differ, which takes as long as all of this.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -100,32 +103,37 @@ def _newton_step(hessian, free, slope, ridge, noise, longer, lower):
     ``lower`` is scratch memory.
     """
     n = slope.shape[0]
-    step, rest = np.empty(n), np.empty(n)
+    step, rest, null = np.empty(n), np.empty(n), np.empty(n)
     if ridge == 0:  # without curvature no length of step is right: take 1 for the steepest component
-        steepest = np.abs(slope).max()
-        return -slope / (steepest if steepest else 1.0), ridge
+        steepest = 0.0
+        for i in range(n):
+            steepest = max(steepest, abs(slope[i]))
+        for i in range(n):
+            step[i] = -slope[i] / (steepest if steepest else 1.0)
+        return step, ridge
     while True:
         for i in range(n):
             row, own = hessian[free[i]], lower[i]
             for j in range(i + 1):
                 own[j] = row[free[j]]
         if _factor(lower, ridge):
-            step[:] = -slope
+            for i in range(n):
+                step[i] = -slope[i]
             _solve(lower, step)
-            rest[:] = slope
             for i in range(n):
                 row, total = hessian[free[i]], 0.0
                 for j in range(n):
                     total += row[free[j]] * step[j]
-                rest[i] += total
+                rest[i] = slope[i] + total
             _solve(lower, rest)
-            step -= rest
-            null = step * (ridge * ridge)
+            for i in range(n):
+                step[i] -= rest[i]
+                null[i] = step[i] * (ridge * ridge)
             _solve(lower, null)
             _solve(lower, null)
             if not _dot(null, null) > longer * _dot(step, step):
                 if -_dot(slope, null) <= noise:
-                    step -= null
+                    _add(step, -1.0, null)
                 return step, ridge
         ridge *= 100.0
 
@@ -156,12 +164,22 @@ def _cut(here, newton, low, high, trial, met):
 
 
 @elementwise
-def _change(hessian, free, moved, change):
-    """Write by how much the slope changes if the free components move."""
+def _change(hessian, free, here, trial, moved, change):
+    """Write how far the free components move, and by how much that changes the slope."""
     change[:] = 0.0
     for i in range(free.shape[0]):
+        moved[i] = trial[i] - here[i]
         if moved[i] != 0:
             _add(change, moved[i], hessian[free[i]])
+
+
+@reduction
+def _fall(own, free, moved, change):
+    """By how much the model changes."""
+    total = 0.0
+    for i in range(free.shape[0]):
+        total += (own[i] + 0.5 * change[free[i]]) * moved[i]
+    return total
 
 
 @elementwise
@@ -182,32 +200,40 @@ def minimise(given, slope, low, high, unit, ridge, noise, max_steps, decrease, r
         for j in range(n):
             scaled[j] = row[j] * unit[j] * own_unit
     target, held, change = np.zeros(n), np.empty(n, np.bool_), np.empty(n)
+    places, parts, meets = np.empty(n, np.int64), np.empty((6, n)), np.empty(n, np.bool_)
     model, reached = 0.0, np.inf
     for i in range(n):
         held[i] = low[i] == high[i] or _outward(0.0, slope[i], low[i], high[i])
     for _ in range(max_steps):
-        free = np.flatnonzero(~held)
-        size = free.shape[0]
+        size = 0
+        for i in range(n):
+            if not held[i]:
+                places[size] = i
+                size += 1
         if size:
-            here, own, lower, upper = target[free], slope[free], low[free], high[free]
+            free, met = places[:size], meets[:size]
+            here, own, lower, upper = parts[0, :size], parts[1, :size], parts[2, :size], parts[3, :size]
+            trial, moved = parts[4, :size], parts[5, :size]
+            for i in range(size):
+                place = free[i]
+                here[i], own[i], lower[i], upper[i] = target[place], slope[place], low[place], high[place]
             newton, ridge = _newton_step(
                 hessian, free, own, ridge, noise, longer, scratch[: size * size].reshape(size, size)
             )
-            trial, met = np.empty(size), np.empty(size, np.bool_)
             clipped = _clip(here, newton, lower, upper, trial, met)
-            moved = trial - here
-            _change(hessian, free, moved, change)
-            fall = _dot(own + 0.5 * change[free], moved)
+            _change(hessian, free, here, trial, moved, change)
+            fall = _fall(own, free, moved, change)
             if clipped and fall > decrease * _dot(own, moved):
                 _cut(here, newton, lower, upper, trial, met)
-                moved = trial - here
-                _change(hessian, free, moved, change)
-                fall = _dot(own + 0.5 * change[free], moved)
-            target[free] = trial
-            slope += change
+                _change(hessian, free, here, trial, moved, change)
+                fall = _fall(own, free, moved, change)
+            for i in range(size):
+                target[free[i]] = trial[i]
+            _add(slope, 1.0, change)
             model += fall
             if clipped:
-                held[free] = met
+                for i in range(size):
+                    held[free[i]] = met[i]
                 continue
         released = 0
         for i in range(n):
