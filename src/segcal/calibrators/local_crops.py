@@ -26,6 +26,7 @@ from segcal.cases import CaseSet
 from segcal.cases.shares import added, in_shares
 from segcal.errors import naming
 from segcal.fitting.data import FitData, case_seed, check_voxels, valid_rows
+from segcal.parallel.memory import give_back
 from segcal.parallel.threads import torch_threads
 from segcal.types import Case
 
@@ -37,6 +38,8 @@ _VOXELS, _VALUES = 2**21, 2**26
 _LABEL_BYTES, _SHARE = 9, 0.25
 # Crops per batch.
 _BATCH = 8
+# Crops that are cut before the memory of the rows around them is given back.
+_CUT = 32
 # Steps per epoch, at least: few crops are used several times.
 _STEPS = 16
 # Crops per image, at most, if an image has one temperature.
@@ -241,8 +244,13 @@ class CropSource:
         passed = (chances.cumsum(0) + torch.rand(1, generator=generator, dtype=torch.float64)).floor()
         chosen = passed.diff(prepend=torch.zeros(1, dtype=torch.float64)).nonzero()[:, 0].tolist()
         boxes = _boxes(case.shape[2:], self.sides)
+        found = []
         with torch_threads(1):
-            return [self._crop(case, boxes[index], 1 / float(chances[index])) for index in chosen]
+            for index in chosen:
+                found.append(self._crop(case, boxes[index], 1 / float(chances[index])))
+                if len(found) % _CUT == 0:
+                    give_back()
+        return found
 
     def _crop(self, case: Case, box: tuple[tuple[int, int], ...], weight: float) -> Crops:
         """One window of every item of a case; beyond the border the image is mirrored."""
