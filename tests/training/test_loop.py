@@ -328,6 +328,22 @@ def test_a_compiled_network_is_the_same_network(root, tmp_path, monkeypatch):
     assert same(weights(tmp_path / "plain"), weights(tmp_path / "compiled"))
 
 
+@pytest.mark.parametrize(("batch", "seen"), [(3, [3]), (8, [4])])
+def test_only_the_size_of_the_first_batch_is_compiled(root, monkeypatch, batch, seen):
+    sizes = []
+
+    def compiled(network, **_):
+        found = torch.nn.Sequential(network)
+        found.register_forward_hook(lambda module, images, logits: sizes.append(len(logits)))
+        return found
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    trainer = Trainer(small(root, epochs=1, compile=True, batch=batch))
+    assert len(trainer.samples) == 4
+    trainer.fit()
+    assert sizes == seen
+
+
 def test_predictions_are_what_is_written(root):
     trainer = Trainer(small(root))
     trainer.fit()

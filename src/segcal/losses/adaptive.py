@@ -229,7 +229,7 @@ class CRaC(Loss, id="crac", function=crac, neighbourhood=True, translation_invar
 
     After every epoch pass the validation batches to ``observe`` and call ``update``, or use a helper of
     ``segcal.losses.callbacks``. ``state_dict`` holds the multipliers and their trace: save it with your checkpoint.
-    ``margin=5, average="all"`` is what the released code does; see ``Multipliers``.
+    ``margin=5, average="all"`` is closest to the released code; see ``Multipliers``.
 
     Examples:
         >>> loss = CRaC(num_classes=2)

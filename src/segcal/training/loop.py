@@ -246,7 +246,7 @@ class Trainer:
             shown = f"{losses[-1]:.4f}" if losses else "-"
             progress(f"epoch {epoch}/{self.config.epochs}, loss {shown}")
             # To compile for a smaller last batch, too, would take longer than it saves.
-            plain = len(chosen) < self.config.batch and self.processes.world == 1
+            plain = len(chosen) < len(steps[0][0]) and self.processes.world == 1
             read(late.add(self._step(self.network if plain else model, batch, share)))
         read(late.rest())
         finite = torch.stack([parameter.isfinite().all() for parameter in self.network.parameters()])
