@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from segcal.errors import InputError
 from segcal.fitting import sampling
 from segcal.fitting.data import case_seed
-from segcal.fitting.sampling import VoxelSampler, _hash
+from segcal.fitting.sampling import VoxelSampler, _by_key, _hash
 from segcal.kernels import Voxels
 from segcal.synthetic import Temperature, scenes
 
@@ -208,6 +208,20 @@ def test_small_types_are_float32_and_float64_keeps_its_digits():
     assert torch.equal(sample.logits, everything(exact, y)[0])
 
 
+@pytest.mark.parametrize("size", [(256, 192), (8, 16)])  # by compiled loops, and by numpy
+def test_one_case_in_float64_makes_the_sample_float64(size):
+    z, y = scene(size)
+    sampler = VoxelSampler(4, 10**6)
+    sampler.add(Voxels(z, y), "a")
+    sampler.add(Voxels(z.double(), y), "b")
+    expected = VoxelSampler(4, 10**6)
+    for case in "ab":
+        expected.add(Voxels(z.double(), y), case)
+    found = sampler.sample()
+    assert found.logits.dtype == torch.float64
+    assert_same(found, expected.sample())
+
+
 def test_the_seed_decides():
     z, y = scene()
     assert_same(draw(z, y, 500, seed=3), draw(z, y, 500, seed=3))
@@ -281,3 +295,13 @@ def test_the_compiled_choice_is_the_plain_one(monkeypatch):
             assert a.dtype == b.dtype
             assert np.array_equal(a, b)
     assert 0 < len(results[0][1]) < valid.sum()
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 5000, 100_003])
+@pytest.mark.parametrize("scale", [1, 2**40, 2**61])  # equal keys, too
+def test_keys_are_sorted_by_parts_as_they_are_as_a_whole(count, scale):
+    keys = np.random.default_rng(0).integers(7, size=count).astype(np.uint64) * np.uint64(scale)
+    keys += np.random.default_rng(1).integers(scale, size=count).astype(np.uint64)
+    order = _by_key(keys)
+    np.testing.assert_array_equal(np.sort(order), np.arange(count))
+    np.testing.assert_array_equal(keys[order], np.sort(keys))

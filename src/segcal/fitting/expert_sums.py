@@ -26,8 +26,8 @@ _Part = tuple[float, FloatArray, FloatArray]
 
 # Rows summed at a time: for 19 classes their products, 419 x 512 float64, take 2 MB.
 _ROWS = 512
-# Threads share parts of at least so many rows, and at most so many of all rows.
-_PART_ROWS, _PARTS = 2**11, 64
+# Threads share parts of at least so many rows, and about so many parts.
+_PART_ROWS, _PARTS = 2**10, 64
 # Up to so many outputs of a map compiled loops are as fast as matrix products. With 64 they take 1.7 times as long,
 # with 150 nearly three times: the map no longer fits the fastest memory.
 _LOOP_OUTPUTS = 32
@@ -124,7 +124,8 @@ def expert_sums(
     vector = features == "own-logit"
     loops = None if vector or outputs > _LOOP_OUTPUTS else fast_sums(rows.x.size)
     sums = _vector_sums if vector else _matrix_sums if loops is None else partial(_compiled_sums, loops)
-    parts = [(e, part) for e in chosen for part in _parts(rows.first[e], rows.first[e + 1], len(rows.x))]
+    size = max(_PART_ROWS, sum(int(rows.first[e + 1] - rows.first[e]) for e in chosen) // _PARTS)
+    parts = [(e, part) for e in chosen for part in _parts(rows.first[e], rows.first[e + 1], size)]
     found = in_turn(lambda part: sums(rows, theta[part[0]], part[1], features, curvature), parts, threads)
     # Always added in this order: the sums do not depend on the number of threads.
     of_expert = {e: [own for (other, _), own in zip(parts, found, strict=True) if other == e] for e in chosen}
@@ -133,21 +134,21 @@ def expert_sums(
         for loss, slope, _ in of_expert[e]:
             nll[e] += loss
             gradient[e] += slope
-    products = np.zeros((len(theta), *[theta[0].size] * 2) if curvature else 0)
+    products = np.empty((len(theta), *[theta[0].size] * 2) if curvature else 0)
 
     def finish(e: int) -> None:
-        own = reduce(np.add, (product for *_, product in of_expert[e]), np.zeros(()))
-        if own.ndim:
-            products[e] = own if vector else full_curvature(own, outputs, inputs, nested=features == "gaps")
+        own = reduce(np.add, (product for *_, product in of_expert.get(e, [])), np.zeros(()))
+        full = own.ndim and not vector
+        products[e] = full_curvature(own, outputs, inputs, nested=features == "gaps") if full else own
 
     if curvature:
-        in_turn(finish, chosen, threads)
+        in_turn(finish, range(len(theta)), threads)
     return Sums(nll, gradient, products)
 
 
-def _parts(start: int, stop: int, rows: int) -> list[slice]:
-    """Equal parts of some of all rows."""
-    count = max(1, (stop - start) // max(_PART_ROWS, -(-rows // _PARTS)))
+def _parts(start: int, stop: int, size: int) -> list[slice]:
+    """Equal parts of some rows, none of them smaller than ``size`` unless there is only one."""
+    count = max(1, (stop - start) // size)
     edges = [start + (stop - start) * number // count for number in range(count + 1)]
     return [slice(*pair) for pair in itertools.pairwise(edges) if pair[1] > pair[0]]
 
@@ -155,22 +156,15 @@ def _parts(start: int, stop: int, rows: int) -> list[slice]:
 def _compiled_sums(
     loops: ModuleType, rows: Rows, theta: FloatArray, part: slice, features: Features, curvature: bool
 ) -> _Part:
-    """``_matrix_sums`` by compiled loops, and a matrix product for some rows at a time."""
+    """``_matrix_sums`` by compiled loops."""
     outputs, inputs = theta.shape
-    nll, gradient, across, within = 0.0, np.zeros(theta.shape), np.zeros((0, 0)), np.zeros((0, 0))
-    products = np.zeros((_pairs(outputs) + outputs, _pairs(inputs)) if curvature else 0)
-    if curvature:
-        across, within = (np.empty((_ROWS, size)) for size in products.shape)
-        product = np.empty(products.shape)
-    kind, all_possible = loops.FEATURES.index(features), np.zeros((0, 0), np.bool_)
-    for start in range(part.start, part.stop, _ROWS):
-        here = slice(start, min(start + _ROWS, part.stop))
-        given = rows.x[here], rows.target[here], rows.weight[here], rows.winner[here]
-        impossible = all_possible if rows.impossible is None else rows.impossible[here]
-        count = here.stop - here.start
-        nll += loops.add_rows(*given, impossible, theta, kind, gradient, across[:count], within[:count])
-        if curvature:
-            products += np.matmul(across[:count].T, within[:count], out=product)
+    gradient, size = np.zeros(theta.shape), (_pairs(outputs) + outputs, _pairs(inputs)) if curvature else (0, 0)
+    products, product = np.zeros(size), np.empty(size)
+    across, within = (np.empty((_ROWS, own) if curvature else (0, 0)) for own in size)
+    kind = loops.FEATURES.index(features)
+    impossible = np.zeros((0, 0), np.bool_) if rows.impossible is None else rows.impossible[part]
+    given = rows.x[part], rows.target[part], rows.weight[part], rows.winner[part], impossible, theta, kind, _ROWS
+    nll = loops.add_part(*given, gradient, across, within, product, products)
     return nll, gradient, products
 
 

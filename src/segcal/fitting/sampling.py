@@ -13,7 +13,7 @@ of the larger.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ _EQUALLY = 0.2
 _SIGN = -(2**63)
 # While data go by, up to _MOST sample sizes are held, then thinned to _SPARE: the shares of strata still change.
 _SPARE, _MOST = 1.25, 2
+# The parts of a sample that threads sort, and voxels that they move to their places at a time.
+_SORTED, _MOVED = 32, 2**14
 
 
 @dataclass(frozen=True)
@@ -162,27 +164,53 @@ class VoxelSampler:
             self._thin(int(_SPARE * self.voxels))
         return self
 
-    def _thin(self, voxels: int) -> VoxelSample:
-        strata, keys = (np.concatenate([getattr(part, name) for part in self._parts]) for name in ("strata", "keys"))
-        if len(strata) > voxels:
-            chosen, first = _lowest(strata, keys, self._sizes, voxels), 0
-            for n, part in enumerate(self._parts):  # one after the other, so that all logits are never held twice
-                here = slice(*np.searchsorted(chosen, (first, first + len(part))))
-                self._parts[n], first = part.take(chosen[here] - first), first + len(part)
-            before, strata, keys = strata, strata[chosen], keys[chosen]
-            cut = np.less(*(np.bincount(some, minlength=len(self._sizes)) for some in (strata, before)))
-            highest = np.zeros_like(self._highest)
-            np.maximum.at(highest, strata, keys)
-            self._highest = np.where(cut, np.minimum(highest, self._highest), self._highest)
-        logits, labels = (torch.cat([getattr(part, name) for part in self._parts]) for name in ("logits", "labels"))
-        self._parts, self._held = [VoxelSample(logits, labels, strata, keys, self._sizes)], len(strata)
-        return self._parts[0]
+    def _thin(self, voxels: int) -> None:
+        strata, keys = self._strata_and_keys()
+        if len(strata) <= voxels:
+            return
+        chosen, first = _lowest(strata, keys, self._sizes, voxels), 0
+        for n, part in enumerate(self._parts):  # one after the other, so that all logits are never held twice
+            here = slice(*np.searchsorted(chosen, (first, first + len(part))))
+            self._parts[n], first = part.take(chosen[here] - first), first + len(part)
+        before, strata, keys = strata, strata[chosen], keys[chosen]
+        cut = np.less(*(np.bincount(some, minlength=len(self._sizes)) for some in (strata, before)))
+        highest = np.zeros_like(self._highest)
+        np.maximum.at(highest, strata, keys)
+        self._highest = np.where(cut, np.minimum(highest, self._highest), self._highest)
+        self._held = len(strata)
+
+    def _strata_and_keys(self) -> tuple[Ints, Keys]:
+        """Those of all parts, one after the other."""
+        strata, keys = zip(*((part.strata, part.keys) for part in self._parts), strict=True)
+        return np.concatenate(strata), np.concatenate(keys)
 
     def sample(self) -> VoxelSample:
         """The sample of all data so far, in the order of the keys: whoever drew them, they come in the same order."""
         check_voxels(int(self._sizes.sum()))
-        sample = self._thin(self.voxels)
-        return replace(sample.take(np.argsort(sample.keys)), sizes=self._sizes.copy())
+        self._thin(self.voxels)
+        strata, keys = self._strata_and_keys()
+        order = _by_key(keys)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        dtype = max((part.logits.dtype for part in self._parts), key=lambda own: own.itemsize)
+        logits = torch.empty(len(order), self.num_classes, dtype=dtype)
+        labels = torch.empty(len(order), dtype=torch.int64)
+        loops, pieces, first = fast_rows(logits), [], 0
+        for part in self._parts:
+            own = place[first : first + len(part)]
+            pieces += [(part, own, slice(start, start + _MOVED)) for start in range(0, len(part), _MOVED)]
+            first += len(part)
+
+        def move(piece: tuple[VoxelSample, Ints, slice]) -> None:
+            part, to, rows = piece
+            labels.numpy()[to[rows]] = part.labels.numpy()[rows]
+            if loops is None:
+                logits.numpy()[to[rows]] = part.logits.numpy()[rows]
+            else:
+                loops.put(np.ascontiguousarray(part.logits.numpy()[rows]), to[rows], logits.numpy())
+
+        in_turn(move, pieces)
+        return VoxelSample(logits, labels, strata[order], keys[order], self._sizes.copy())
 
 
 def _rows(values: Tensor, *places: Ints) -> Tensor:
@@ -268,6 +296,22 @@ def _lowest(strata: Ints, keys: Keys, sizes: Ints, voxels: int) -> Ints:
 
     in_turn(choose, list(zip(np.split(by_stratum, np.cumsum(held)[:-1]), quota.tolist(), strict=True)))
     return np.flatnonzero(chosen)
+
+
+def _by_key(keys: Keys) -> Ints:
+    """The indices that sort the keys. Threads sort those between two edges each."""
+    few = np.sort(keys[:: len(keys) // 2**10 + 1])
+    edges = few[len(few) * np.arange(_SORTED) // _SORTED]
+    edges[0] = 0
+
+    def between(n: int) -> Ints:
+        inside = keys >= edges[n]
+        if n + 1 < _SORTED:
+            inside &= keys < edges[n + 1]
+        own = np.flatnonzero(inside)
+        return own[np.argsort(keys[own])]
+
+    return np.concatenate(in_turn(between, range(_SORTED)))
 
 
 def _shares(sizes: Ints) -> FloatArray:

@@ -16,7 +16,7 @@ import numpy as np
 from segcal.kernels.compiled import elementwise, exp64, reduction
 from segcal.kernels.expert_loops import FEATURES, GAPS, MARGINS
 
-__all__ = ["FEATURES", "add_rows"]
+__all__ = ["FEATURES", "add_part"]
 
 
 @elementwise
@@ -57,7 +57,7 @@ def _to_scores(row, theta, features, winner, never, scores):
 
 
 @elementwise
-def add_rows(x, target, weight, winner, impossible, theta, features, gradient, across, within):
+def _add_rows(x, target, weight, winner, impossible, theta, features, gradient, across, within):
     """Add the gradient of all rows ``x (n, J + 1)`` to ``gradient (K, J + 1)``; returns the sum of their losses.
 
     ``target``, ``weight`` and ``winner (n,)`` are as in ``expert_sums.Rows``, and so is ``impossible (n, C)``, which
@@ -102,4 +102,29 @@ def add_rows(x, target, weight, winner, impossible, theta, features, gradient, a
             for k in range(outputs):
                 across[v, end + k] = abs(q[k]) * w
             _write_products(row, 1.0, within[v], 0)
+    return losses
+
+
+@elementwise
+def add_part(x, target, weight, winner, impossible, theta, features, rows, gradient, across, within, product, products):
+    """``_add_rows`` for ``rows`` at a time, whose products of probabilities times products of features are added, too.
+
+    ``across`` and ``within`` have so many rows, or none where ``products`` are not asked for. ``product`` is scratch
+    memory of their shape. One call for many rows: threads hold the interpreter's lock between calls.
+    """
+    losses = 0.0
+    for start in range(0, x.shape[0], rows):
+        stop = min(start + rows, x.shape[0])
+        never = impossible[start:stop] if impossible.shape[0] else impossible
+        count = min(stop - start, across.shape[0])
+        own, features_of = across[:count], within[:count]
+        losses += _add_rows(
+            x[start:stop], target[start:stop], weight[start:stop], winner[start:stop], never, theta, features,
+            gradient, own, features_of,
+        )  # fmt: skip
+        if count:
+            np.dot(own.T, features_of, product)
+            for k in range(products.shape[0]):
+                for j in range(products.shape[1]):
+                    products[k, j] += product[k, j]
     return losses

@@ -19,7 +19,7 @@ from segcal.kernels.expert_loops import GAPS, MARGINS
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.scores import DEPTH, OFFSET_LIMIT
 
-__all__ = ["FEATURES", "add_temperature", "describe", "losses", "take"]
+__all__ = ["FEATURES", "add_temperature", "describe", "losses", "put", "take"]
 
 FEATURES = (*expert_loops.FEATURES, "own-logit")
 _LOG_PROBS = FEATURES.index("log-probs")
@@ -30,6 +30,15 @@ def take(source, item, place, start, stop, out):
     """Write ``source[item, place] (C,)`` of the voxels from ``start`` to ``stop`` to the rows of ``out``."""
     for i in range(start, stop):
         row, own = source[item[i], place[i]], out[i]
+        for k in range(own.shape[0]):
+            own[k] = row[k]
+
+
+@elementwise
+def put(rows, place, out):
+    """Write ``rows (n, C)`` to the rows ``place (n,)`` of ``out``."""
+    for i in range(place.shape[0]):
+        row, own = rows[i], out[place[i]]
         for k in range(own.shape[0]):
             own[k] = row[k]
 
