@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from segcal.calibrators.temperature import _label_log_parts, _log_parts_of_rows, _nll
 from segcal.fitting.expert_sums import Rows
 from segcal.kernels import row_loops
 from segcal.kernels.pieces_cpu import in_ranges, in_turn
@@ -75,6 +76,27 @@ def test_sums_of_a_temperature_are_those_of_torch(beta):
     given = gaps.numpy(), gaps.gather(1, labels[:, None])[:, 0].numpy(), weights.numpy(), beta
     parts = in_ranges(lambda start, stop: row_loops.add_temperature(*given, start, stop), len(z), threads=3)
     np.testing.assert_allclose(np.sum(parts, 0), [own.item() for own in (value, slope, curvature)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_parts_of_a_mixture_are_those_of_the_definition(dtype):
+    """With impossible classes, which the uniform part leaves out."""
+    z, labels = 5 * torch.randn(60_000, 5, generator=torch.Generator().manual_seed(0)), torch.arange(60_000) % 4
+    z[::2, 4] = -torch.inf
+    z, beta = z.to(dtype), torch.tensor(0.7, dtype=torch.float64)
+    expected = _label_log_parts(z.double(), labels, beta)
+    np.testing.assert_allclose(_log_parts_of_rows(z, labels, beta), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("w", [(0.9, 0.05, 0.05), (0.3, 0.0, 0.7), (0.0, 0.0, 1e-3)])
+def test_sums_of_a_mixture_are_those_of_its_parts(w):
+    """Of many rows compiled loops make the sums, of few numpy."""
+    random = np.random.default_rng(0)
+    log_parts, weights, w = -5 * random.random((200_000, 3)), random.random(200_000), np.array(w)
+    log_parts[::7, :2] = -800.0  # whose exponential is zero, or nearly so
+    whole, few = _nll(w, log_parts, weights), np.array_split(np.arange(len(weights)), 20)
+    for own, parts in zip(whole, zip(*(_nll(w, log_parts[k], weights[k]) for k in few), strict=True), strict=True):
+        np.testing.assert_allclose(own, sum(parts), rtol=1e-11)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from scipy.special import logsumexp
 from torch import Tensor
 
 from segcal.calibrators.base import Calibrator, ParameterCount
@@ -21,8 +20,9 @@ from segcal.fitting.data import FitData, Fitted, case_seed, check_voxels, in_gro
 from segcal.fitting.first_pass import FirstPass
 from segcal.fitting.limits import BETA, HIGHEST, LOWEST, Limits
 from segcal.kernels import AffineMap, Voxels, fast_maps
+from segcal.kernels.dispatch import fast_rows
 from segcal.kernels.fitting_passes import TemperatureSums, begin_sums, end_sums, temperature_sums
-from segcal.kernels.pieces_cpu import in_turn
+from segcal.kernels.pieces_cpu import in_ranges, in_turn
 from segcal.parallel.threads import blas_threads
 from segcal.scores import keep_argmax, keep_order, only_possible, some_impossible
 from segcal.solvers import Newton, minimise, newton_1d
@@ -271,8 +271,8 @@ class EnsembleTemperatureScaling(HasTemperature, Calibrator):
         scaling = TemperatureScaling()
         scaled = scaling.refine(data.cases, first.beta(), first.nll, first.total)
         sample, streaming = first.sample, data.voxels == "all" and not first.sample.complete
-        logits, weights_of_sample = sample.logits.double(), sample.weights / sample.total
-        drawn = _label_log_parts(logits, sample.labels, scaling.beta)
+        weights_of_sample = sample.weights / sample.total
+        drawn = _log_parts_of_rows(sample.logits, sample.labels, scaling.beta)
 
         def total(function: Callable[[FloatArray, FloatArray], T]) -> T:
             """The function of the label's log-probabilities ``(n, 3)`` and the voxels' weights, summed over all."""
@@ -290,7 +290,7 @@ class EnsembleTemperatureScaling(HasTemperature, Calibrator):
             weights, converged, certificate = solution.value, solution.converged, solution.certificate
             steps = solution.iterations
         else:
-            weights = _least_squares(logits, sample.labels, weights_of_sample, scaling.beta)
+            weights = _least_squares(sample.logits, sample.labels, weights_of_sample, scaling.beta)
             converged, certificate, steps = True, 0.0, 0
         weights = weights / weights.sum()
 
@@ -331,6 +331,15 @@ def _label_log_parts(logits: Tensor, labels: Tensor, beta: Tensor, valid: Tensor
     return torch.stack(flat, 1).cpu().double().numpy()
 
 
+def _log_parts_of_rows(logits: Tensor, labels: Tensor, beta: Tensor) -> FloatArray:
+    """The same for the rows ``(n, C)`` of a sample, in float64."""
+    if (loops := fast_rows(logits)) is None:
+        return _label_log_parts(logits.double(), labels, beta)
+    given, out = (logits.contiguous().numpy(), labels.contiguous().numpy(), float(beta)), np.empty((len(logits), 3))
+    in_ranges(lambda start, stop: loops.mixture_parts(*given, start, stop, out), len(out))
+    return out
+
+
 def _log_parts(logits: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logarithms of the three distributions ``(N, C, *spatial)``; the uniform one covers only possible classes."""
     relative = logits - logits.amax(1, keepdim=True)
@@ -344,17 +353,23 @@ def _nll(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> Terms:
 
     The terms of parts of the voxels add up to those of all.
     """
-    share, parts = float(weights.sum()), np.exp(log_parts)
-    mixed = np.maximum(parts @ w, np.finfo(np.float64).tiny)
-    ratio = parts / mixed[:, None]
-    value = float(share * w.sum() - weights @ np.log(mixed))
-    with np.errstate(over="ignore", invalid="ignore"):  # near w = 0, which solvers try and reject
-        return value, share - weights @ ratio, (ratio * weights[:, None]).T @ ratio
+    share, loops = float(weights.sum()), fast_rows(torch.from_numpy(log_parts))
+    if loops is None:
+        parts = np.exp(log_parts)
+        mixed = np.maximum(parts @ w, np.finfo(np.float64).tiny)
+        ratio = parts / mixed[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # near w = 0, which solvers try and reject
+            value, gradient, hessian = -(weights @ np.log(mixed)), -(weights @ ratio), (ratio.T * weights) @ ratio
+    else:
+        given = log_parts, weights, np.asarray(w)
+        found = in_ranges(lambda start, stop: loops.add_mixture(*given, start, stop), len(weights))
+        value, gradient, hessian = reduce(added, found)
+    return float(share * w.sum() + value), share + gradient, hessian
 
 
 def _rise(w: FloatArray, log_parts: FloatArray) -> FloatArray:
     """By how much each voxel's NLL ``(n,)`` exceeds that of temperature scaling."""
-    return np.asarray(log_parts[:, 0] - logsumexp(log_parts, axis=1, b=w))
+    return np.asarray(log_parts[:, 0] - np.logaddexp.reduce(log_parts[:, w > 0] + np.log(w[w > 0]), axis=1))
 
 
 def _mean_rise(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> float:
@@ -375,7 +390,7 @@ def _least_squares(logits: Tensor, labels: Tensor, weights: FloatArray, beta: Te
     """The weights on the simplex of least mean squared error, found by trying every set of positive weights."""
     gram, target = np.zeros((3, 3)), np.zeros(3)
     for few in torch.split(torch.arange(len(labels)), 2**16):
-        parts = torch.stack(_log_parts(logits[few], beta), 1).exp()
+        parts = torch.stack(_log_parts(logits[few].double(), beta), 1).exp()
         own = torch.from_numpy(weights[few.numpy()])
         gram += torch.einsum("nic,njc,n->ij", parts, parts, own).numpy()
         target += (parts.gather(2, labels[few, None, None].expand(-1, 3, 1))[:, :, 0].T @ own).numpy()

@@ -19,10 +19,11 @@ from segcal.kernels.expert_loops import GAPS, MARGINS
 from segcal.kernels.experts import IMPOSSIBLE
 from segcal.scores import DEPTH, OFFSET_LIMIT
 
-__all__ = ["FEATURES", "add_temperature", "describe", "losses", "put", "take"]
+__all__ = ["FEATURES", "add_mixture", "add_temperature", "describe", "losses", "mixture_parts", "put", "take"]
 
 FEATURES = (*expert_loops.FEATURES, "own-logit")
 _LOG_PROBS = FEATURES.index("log-probs")
+_TINY = np.finfo(np.float64).tiny
 
 
 @elementwise
@@ -73,6 +74,39 @@ def add_temperature(gaps, label_gap, weights, beta, start, stop):
         slope += weights[i] * (mean - label_gap[i])
         curvature += weights[i] * (square / total - mean * mean)
     return value, slope, curvature
+
+
+@elementwise
+def mixture_parts(logits, labels, beta, start, stop, out):
+    """Write the label's log-probability in each of the three distributions of ``ets``, of rows from ``start`` on."""
+    for i in range(start, stop):
+        row, scaled, plain, possible = logits[i], 0.0, 0.0, 0
+        best = np.float64(row[0])
+        for k in range(1, row.shape[0]):
+            best = max(best, np.float64(row[k]))
+        for k in range(row.shape[0]):
+            gap = np.float64(row[k]) - best
+            scaled += exp64(beta * gap)
+            plain += exp64(gap)
+            possible += gap > -np.inf
+        gap = np.float64(row[labels[i]]) - best
+        out[i, 0], out[i, 1], out[i, 2] = beta * gap - math.log(scaled), gap - math.log(plain), -math.log(possible)
+
+
+@elementwise
+def add_mixture(log_parts, weights, w, start, stop):
+    """Value, gradient and Hessian of the weighted NLL of ``w``-mixtures of ``log_parts``, summed over rows."""
+    value, gradient, hessian = 0.0, np.zeros(3), np.zeros((3, 3))
+    for i in range(start, stop):
+        a, b, c = exp64(log_parts[i, 0]), exp64(log_parts[i, 1]), exp64(log_parts[i, 2])
+        mixed = max(a * w[0] + b * w[1] + c * w[2], _TINY)
+        ratio = a / mixed, b / mixed, c / mixed
+        value -= weights[i] * math.log(mixed)
+        for k in range(3):
+            gradient[k] -= weights[i] * ratio[k]
+            for j in range(3):
+                hessian[k, j] += weights[i] * ratio[k] * ratio[j]
+    return value, gradient, hessian
 
 
 @elementwise

@@ -6,6 +6,7 @@ cores that those of the loops need.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from segcal.kernels.grid import LIMIT, WIDTH
-from segcal.kernels.pieces_cpu import in_threads
+from segcal.kernels.pieces_cpu import in_threads, in_turn
 from segcal.kernels.trust_loops import (
     correct_range,
     count_changes,
@@ -76,24 +77,21 @@ def features(
     shares, means = (numbers.float().numpy() for numbers in image)
     slices, height, width = who.shape[1:]
     out = np.empty((len(who), 9 + 3 * len(sides), slices, height, width), np.float32)
-    threads = torch.get_num_threads()
-    bands = max(1, min(-(-threads // (len(who) * slices)), height // _BAND))
-    # a list's iterator gives every task to one thread
-    tasks = iter([(n, d, band) for n in range(len(who)) for d in range(slices) for band in range(bands)])
+    bands = max(1, min(-(-torch.get_num_threads() // (len(who) * slices)), height // _BAND))
 
-    def work(_: int) -> None:
-        for n, d, band in tasks:
-            start, stop = height * band // bands, height * (band + 1) // bands
-            rows, labels, found = slice(start, stop), who[n, d], out[n, :, d]
-            found[:5, rows] = own[n, :, d, rows]
-            distance_rows(labels, reach, start, stop, found[5])
-            for s, side in enumerate(sides):
-                maps = found[6 + 3 * s], found[7 + 3 * s], found[8 + 3 * s]
-                window_rows(labels, values[n, 1, d], values[n, 0, d], side, unit, start, stop, *maps)
-            found[-3, rows] = shares[n][labels[rows]]
-            found[-2:, rows] = means[n, :, None, None]
+    def work(task: tuple[int, int, int]) -> None:
+        n, d, band = task
+        start, stop = height * band // bands, height * (band + 1) // bands
+        rows, labels, found = slice(start, stop), who[n, d], out[n, :, d]
+        found[:5, rows] = own[n, :, d, rows]
+        distance_rows(labels, reach, start, stop, found[5])
+        for s, side in enumerate(sides):
+            maps = found[6 + 3 * s], found[7 + 3 * s], found[8 + 3 * s]
+            window_rows(labels, values[n, 1, d], values[n, 0, d], side, unit, start, stop, *maps)
+        found[-3, rows] = shares[n][labels[rows]]
+        found[-2:, rows] = means[n, :, None, None]
 
-    in_threads(work, threads)
+    in_turn(work, list(itertools.product(range(len(who)), range(slices), range(bands))))
     return torch.from_numpy(out).view(len(who), -1, *winner.shape[1:])
 
 
