@@ -28,7 +28,16 @@ from torch import Tensor
 from segcal.kernels import bin_loops, expert_loops, vector_loops
 from segcal.kernels.expert_cpu import pack, sorting_pairs
 from segcal.kernels.experts import ExpertMap
-from segcal.kernels.pieces_cpu import FLOATS, as_voxels, block_size, in_threads, matrix, piece_size, workers
+from segcal.kernels.pieces_cpu import (
+    FLOATS,
+    SHORT_PIECE,
+    as_voxels,
+    block_size,
+    in_threads,
+    matrix,
+    piece_size,
+    workers,
+)
 from segcal.kernels.scratch import new_block
 from segcal.kernels.softmax_loops import Block, temperature_range
 from segcal.kernels.vector_loops import Vector
@@ -135,8 +144,8 @@ def _map(
     out = (
         torch.from_numpy(np.empty(logits.shape, np.float32)) if wide else torch.empty(logits.shape, dtype=logits.dtype)
     )
-    count = workers(voxels, threads)
-    pieces = piece_size(voxels, count)
+    count = workers(voxels, threads, SHORT_PIECE)
+    pieces = piece_size(voxels, count, least=SHORT_PIECE)
 
     def work(turn: int) -> None:
         size, rounding = block_size(classes, _SCORES), FLOATS.index(out.dtype)

@@ -28,6 +28,8 @@ Result = TypeVar("Result")
 # Voxels in a piece of many, and pieces that each thread gets then: a piece costs a call, in which threads wait for each
 # other. With 16 threads, pieces of 2^15 voxels made a pass over 4 million voxels slower than with 8.
 _LONG_PIECE, _TURNS = 2**17, 2
+# Voxels in a piece of few, where a thread keeps no sums of its own: 16 threads share an image of 512 x 256.
+SHORT_PIECE = 2**13
 # Rows that a thread takes at a time.
 _RANGE = 2**13
 # Threads are kept: on busy cores, starting a new one takes as long as a small image.
@@ -83,9 +85,9 @@ def block_size(classes: int, scores: int = 20480) -> int:
     return max(128, min(1024, scores // classes // 64 * 64))
 
 
-def workers(voxels: Voxels | Sequence[Voxels], threads: int | None = None) -> int:
-    """The number of threads, at most one per piece; None means torch's number."""
-    pieces = math.ceil(_count(as_list(voxels)) / PIECE_VOXELS)
+def workers(voxels: Voxels | Sequence[Voxels], threads: int | None = None, least: int = PIECE_VOXELS) -> int:
+    """The number of threads, at most one per piece of ``least`` voxels; None means torch's number."""
+    pieces = math.ceil(_count(as_list(voxels)) / least)
     return max(1, min(threads or torch.get_num_threads(), pieces))
 
 
@@ -98,14 +100,16 @@ def _count(several: Sequence[Voxels]) -> int:
     return sum(voxels.labels.numel() for voxels in several)
 
 
-def piece_size(voxels: Voxels, threads: int, count: int | None = None) -> int:
-    """Voxels of a piece: 2^15, and more of images that need no copy where each thread still gets some.
+def piece_size(voxels: Voxels, threads: int, count: int | None = None, least: int = PIECE_VOXELS) -> int:
+    """Voxels of a piece: 2^15, and more, or fewer down to ``least``, of images that need no copy, so that all get some.
 
     ``count`` voxels are shared by the threads, or just these if it is None.
     """
-    share = min(_LONG_PIECE, (count or voxels.labels.numel()) // (_TURNS * threads))
-    if voxels.logits.dtype != torch.float32 or share <= PIECE_VOXELS:
+    if voxels.logits.dtype != torch.float32:
         return PIECE_VOXELS
+    share = max(least, min(_LONG_PIECE, (count or voxels.labels.numel()) // (_TURNS * threads)))
+    if share <= PIECE_VOXELS:
+        return share
     per_image = math.prod(voxels.logits.shape[2:])
     return math.ceil(per_image / max(1, round(per_image / share)))
 
