@@ -157,7 +157,7 @@ class VoxelStatistics:
         if score_map is not None:
             result.energy[:], shift = 0.0, 0.0
         if distance is not None:
-            add_distances(result, distance, voxels)
+            add_distances(result, distance, voxels, self.threads)
         if self.layout.atoms:
             self._append(result, Layout(atoms, shift))
         else:

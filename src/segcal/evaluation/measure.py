@@ -83,7 +83,7 @@ class CaseVoxels:
         self._masks = {name: checked_mask(mask(case), like, "region") for name, mask in plan.masks.items()}
         self.views = {name: CalibratedCase(self, calibrator) for name, calibrator in calibrators.items()}
         needed = "distance" in plan.needs or not set(BANDS).isdisjoint(plan.regions)
-        self._rows = CaseRows(case, distances=needed, background=plan.background)
+        self._rows = CaseRows(case, distances=needed, background=plan.background, threads=threads)
 
     def _piece(self, rows: slice) -> Piece:
         where, inner = self._rows.regions(rows)

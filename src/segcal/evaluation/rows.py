@@ -7,21 +7,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from segcal.cases.device import values_at_once
+from segcal.kernels.dispatch import fast_distances
 from segcal.regions import CaseRegions
-from segcal.regions.boundary import checked_spacing
+from segcal.regions.boundary import checked_spacing, distance_to
 from segcal.regions.distances import StreamedDistance
 from segcal.types import Case
 
 # Rows on each side that regions depend on: the boundary region is within 2 voxels of a label change.
 _HALO = 2
-# Larger cases keep the distances to their boundary in a file.
-_IN_MEMORY = 2**21
+# Larger cases keep the distances to their boundary in a file. A GPU holds more voxels, if it has so many bytes for each
+# of them: labels, masks and squares of distances.
+_IN_MEMORY, _MOST, _BYTES = 2**21, 2**30, 40
 
 
 class CaseRows:
     """The regions of a case in some of its rows, the same as those of the whole. Memory is that of a few rows.
 
-    ``distances`` says whether regions and metrics need them.
+    ``distances`` says whether regions and metrics need them; ``threads`` compute them.
 
     Examples:
         >>> from segcal.synthetic import scenes
@@ -33,8 +36,8 @@ class CaseRows:
         [True, True]
     """
 
-    def __init__(self, case: Case, *, distances: bool, background: int | None = 0) -> None:
-        self.case, self.background = case, background
+    def __init__(self, case: Case, *, distances: bool, background: int | None = 0, threads: int | None = None) -> None:
+        self.case, self.background, self.threads = case, background, threads
         self.shape = (case.shape[0], *case.shape[2:])
         self._needed = distances
 
@@ -63,12 +66,14 @@ class CaseRows:
     @cached_property
     def _map(self) -> Tensor | StreamedDistance:
         """The distances of the whole case."""
-        like = torch.empty(()).expand(self.shape)
-        if like.numel() <= _IN_MEMORY:
-            return self._of(slice(0, self.shape[1])).distance
+        like, device = torch.empty(()).expand(self.shape), self.case.tensor_device
+        spacing = checked_spacing(self.case.spacing, like)
+        there = fast_distances(torch.empty(0, device=device)) is not None  # not on a CPU, for so few voxels
+        if like.numel() <= (values_at_once(device, _IN_MEMORY, _MOST, _BYTES) if there else _IN_MEMORY):
+            return distance_to(self._of(slice(0, self.shape[1])).boundary, spacing, self.threads)
 
         def boundary(rows: slice) -> Tensor:
             wide, inner = self._around(rows)
             return self._of(wide).boundary[:, inner]
 
-        return StreamedDistance(boundary, self.shape, checked_spacing(self.case.spacing, like))
+        return StreamedDistance(boundary, self.shape, spacing, self.threads)

@@ -1,18 +1,21 @@
-"""Checks of the tensors of one update, the atom of each voxel, and boundary distances by atom. Plain torch."""
+"""Checks of the tensors of one update, the atom of each voxel, and boundary distances by atom."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.kernels.dispatch import fast_distances
 from segcal.kernels.tally import Tally
-from segcal.kernels.voxels import Voxels
+from segcal.kernels.voxels import PIECE_VOXELS, Voxels
 from segcal.scores import check_like
 
 _MAX_ATOMS = 256  # a slot is a uint8
+# Voxels of a part on a GPU: 128 MB of codes.
+_ON_DEVICE = 2**25
 
 
 def check_tensors(num_classes: int, voxels: Voxels, distance: Tensor | None = None) -> None:
@@ -49,10 +52,10 @@ def atoms_of(voxels: Voxels, masks: Sequence[Tensor]) -> tuple[tuple[int, ...], 
     slots = torch.empty(voxels.labels.shape, dtype=torch.uint8, device=voxels.labels.device)
     table = torch.full((2 ** len(masks),), -1, dtype=torch.int16, device=slots.device)
     atoms: list[int] = []
-    for piece in voxels.pieces():
-        codes = torch.zeros_like(voxels.flat(slots, piece), dtype=torch.int64)
+    for piece in _pieces(slots):
+        codes = torch.zeros_like(slots.view(-1)[piece], dtype=torch.int32)
         for bit, mask in enumerate(masks):
-            codes |= voxels.flat(mask, piece).to(codes) << bit
+            codes.add_(_flat(mask, piece).to(codes.device), alpha=1 << bit)
         present = torch.bincount(codes, minlength=len(table)) > 0
         new = (present & (table < 0)).nonzero().squeeze(1).tolist()
         for atom in new:
@@ -63,18 +66,40 @@ def atoms_of(voxels: Voxels, masks: Sequence[Tensor]) -> tuple[tuple[int, ...], 
                 f"the regions overlap in more than {_MAX_ATOMS} different ways",
                 fix="collect some of the regions in statistics of their own",
             )
-        slots.view(-1)[piece.offset : piece.offset + len(codes)] = table[codes].to(torch.uint8)
+        slots.view(-1)[piece] = table.index_select(0, codes).to(torch.uint8)
     return tuple(atoms), slots
 
 
-def add_distances(result: Tally, distance: Tensor, voxels: Voxels) -> None:
-    """Sum and number of finite distances, and number of all, per slot; on the CPU, where sums have a fixed order."""
-    size = len(result.distance)
-    for piece in voxels.pieces():
-        values, keep = voxels.flat(distance, piece).cpu().double(), voxels.valid(piece).cpu()
-        slots = torch.zeros_like(keep) if voxels.slots is None else voxels.flat(voxels.slots, piece).cpu()
-        slots = slots.long()
-        finite = keep & torch.isfinite(values)
-        result.distance[:, 0] += torch.bincount(slots[finite], weights=values[finite], minlength=size).numpy()
-        result.distance[:, 1] += torch.bincount(slots[finite], minlength=size).numpy()
-        result.distance[:, 2] += torch.bincount(slots[keep], minlength=size).numpy()
+def add_distances(result: Tally, distance: Tensor, voxels: Voxels, threads: int | None = None) -> None:
+    """Sum and number of finite distances, and number of all, per slot, added in a fixed order."""
+    keep, slots, size = _kept(voxels), voxels.slots, len(result.distance)
+    if (kernels := fast_distances(distance)) is not None:
+        there = None if slots is None else slots.to(distance.device)
+        result.distance[:] += kernels.sums_by_slot(distance, keep.to(distance.device), there, size, threads)
+        return
+    for piece in _pieces(distance):
+        values, kept = _flat(distance, piece).cpu().double(), _flat(keep, piece).cpu()
+        places = torch.zeros(len(kept), dtype=torch.int64) if slots is None else _flat(slots, piece).cpu().long()
+        finite = kept & torch.isfinite(values)
+        result.distance[:, 0] += torch.bincount(places[finite], weights=values[finite], minlength=size).numpy()
+        result.distance[:, 1] += torch.bincount(places[finite], minlength=size).numpy()
+        result.distance[:, 2] += torch.bincount(places[kept], minlength=size).numpy()
+
+
+def _kept(voxels: Voxels) -> Tensor:
+    """Which voxels count, ``(N, *spatial)`` bool."""
+    labels, ignored, mask = voxels.labels, voxels.ignore_index, voxels.mask
+    if ignored is None:
+        return torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
+    return labels != ignored if mask is None else (labels != ignored) & mask.to(labels.device)
+
+
+def _pieces(tensor: Tensor) -> Iterator[slice]:
+    """Parts of all voxels: few on a GPU, which is waited for in each."""
+    step = _ON_DEVICE if tensor.is_cuda else PIECE_VOXELS
+    return (slice(start, start + step) for start in range(0, tensor.numel(), step))
+
+
+def _flat(tensor: Tensor, piece: slice) -> Tensor:
+    """A part of all voxels of ``(N, *spatial)``."""
+    return tensor.reshape(-1)[piece]

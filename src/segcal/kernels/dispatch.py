@@ -21,6 +21,8 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "numba", "triton")
 
 # Below this many logits the reference is faster than importing numba.
 _LARGE = 2**18
+# Below this many voxels scipy's distances are faster than loading numba's.
+_LARGE_MAP = 2**14
 # The most classes whose labels fit a byte beside one value for voxels without a label.
 _BYTE_CLASSES = 255
 # The most classes of which a block of voxels fits the registers of a GPU's processor.
@@ -100,6 +102,15 @@ def fast_penalties(logits: Tensor) -> ModuleType | None:
     suits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
     small = logits.numel() < _LARGE or logits.shape[1] > _BYTE_CLASSES
     return None if recording() or small or not suits else _compiled("penalty_cpu")
+
+
+def fast_distances(voxels: Tensor) -> ModuleType | None:
+    """``segcal.kernels.distance_cpu`` or ``cuda_distance``, whichever suits so many voxels there; None if neither."""
+    if recording():
+        return None
+    if voxels.is_cuda:
+        return _compiled("cuda_distance")
+    return None if voxels.numel() < _LARGE_MAP else _compiled("distance_cpu")
 
 
 def recording() -> bool:

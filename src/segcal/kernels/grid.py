@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,14 +87,27 @@ class BinGrid:
 
     def coarse(self, num_bins: int) -> NDArray[np.int64]:
         """Which of ``num_bins`` equal-width bins each bin of the grid lies in ``(M,)``."""
-        edges = np.array(_equal_width(num_bins))
-        if not np.array_equal(self.upper[np.searchsorted(self.upper, edges)], edges):
-            raise InputError(
-                f"num_bins = {num_bins} cannot be derived from these statistics",
-                expected="a number of bins that they were collected with",
-                fix=f"collect them with bins=(..., {num_bins})",
-            )
-        return np.searchsorted(edges, self.upper, side="left")
+        return np.searchsorted(self.starts(num_bins), np.arange(len(self)), side="right") - 1
+
+    def starts(self, num_bins: int) -> NDArray[np.int64]:
+        """The first bin of the grid in each of ``num_bins`` equal-width bins ``(num_bins,)``."""
+        return _starts(self, num_bins)
+
+
+@lru_cache(maxsize=64)
+def _starts(grid: BinGrid, num_bins: int) -> NDArray[np.int64]:
+    """Looked up once: metrics of small images would take longer to find them than to add up."""
+    edges = np.array(_equal_width(num_bins))
+    last = np.searchsorted(grid.upper, edges)
+    if not np.array_equal(grid.upper[last], edges):
+        raise InputError(
+            f"num_bins = {num_bins} cannot be derived from these statistics",
+            expected="a number of bins that they were collected with",
+            fix=f"collect them with bins=(..., {num_bins})",
+        )
+    found = np.append(0, last[:-1] + 1)
+    found.flags.writeable = False
+    return found
 
 
 def _equal_width(count: int) -> list[float]:

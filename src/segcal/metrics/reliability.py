@@ -80,13 +80,13 @@ def reliability(
         raise InputError("both predicted and probability_of are given", expected="at most one of them")
     total = statistics.total(region)
     if predicted is None and probability_of is None:
-        coarse = statistics.top_grid.coarse(num_bins)
-        return _gathered(coarse, num_bins, total.top_count.sum(0), total.top_confidence.sum(0), total.top_count[1])
-    coarse = class_grid(statistics).coarse(num_bins)
+        starts = statistics.top_grid.starts(num_bins)
+        return _gathered(starts, total.top_count.sum(0), total.top_confidence.sum(0), total.top_count[1])
+    starts = class_grid(statistics).starts(num_bins)
     if predicted is not None:
-        return _of_predicted(total, coarse, num_bins, predicted)
+        return _of_predicted(total, starts, predicted)
     fine = (total.class_count, total.class_confidence, total.class_positive)
-    return _gathered(coarse, num_bins, *(values[probability_of] for values in fine))
+    return _gathered(starts, *(values[probability_of] for values in fine))
 
 
 def predicted_reliability(
@@ -100,8 +100,8 @@ def predicted_reliability(
         >>> [one.count.sum() for one in predicted_reliability(stats)]
         [np.int64(0), np.int64(2)]
     """
-    total, coarse = statistics.total(region), class_grid(statistics).coarse(num_bins)
-    return [_of_predicted(total, coarse, num_bins, k) for k in range(statistics.num_classes)]
+    total, starts = statistics.total(region), class_grid(statistics).starts(num_bins)
+    return [_of_predicted(total, starts, k) for k in range(statistics.num_classes)]
 
 
 def class_grid(statistics: VoxelStatistics) -> BinGrid:
@@ -113,19 +113,15 @@ def class_grid(statistics: VoxelStatistics) -> BinGrid:
 
 def class_bins(statistics: VoxelStatistics, fine: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
     """Sums ``(C, num_bins, ...)`` in equal-width bins of values ``(C, M, ...)`` of the per-class histograms."""
-    starts = np.searchsorted(class_grid(statistics).coarse(num_bins), np.arange(num_bins))
-    coarse: NDArray[np.float64] = np.add.reduceat(fine, starts, axis=1)
+    coarse: NDArray[np.float64] = np.add.reduceat(fine, class_grid(statistics).starts(num_bins), axis=1)
     return coarse
 
 
-def _of_predicted(total: Total, bins: NDArray[np.int64], num_bins: int, predicted: int) -> Reliability:
+def _of_predicted(total: Total, starts: NDArray[np.int64], predicted: int) -> Reliability:
     count, confidence = total.predicted_count[predicted], total.predicted_confidence[predicted]
-    return _gathered(bins, num_bins, count.sum(0), confidence.sum(0), count[1])
+    return _gathered(starts, count.sum(0), confidence.sum(0), count[1])
 
 
-def _gathered(bins: NDArray[np.int64], num_bins: int, *fine: NDArray[Any]) -> Reliability:
+def _gathered(starts: NDArray[np.int64], *fine: NDArray[Any]) -> Reliability:
     """Sums of the fine values within each coarse bin, in their own type."""
-    coarse = [np.zeros(num_bins, values.dtype) for values in fine]
-    for sums, values in zip(coarse, fine, strict=True):
-        np.add.at(sums, bins, values)
-    return Reliability(*coarse)
+    return Reliability(*(np.add.reduceat(values, starts) for values in fine))

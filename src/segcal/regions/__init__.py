@@ -39,8 +39,6 @@ def boundary_distance(
 ) -> Tensor:
     """Exact Euclidean distance of every voxel to the nearest boundary voxel: ``(N, *spatial)`` float32.
 
-    It uses scipy; the ``edt`` package is about three times faster, see ``benchmarks/results/surfaces.txt``.
-
     Args:
         labels: Class indices ``(N, *spatial)``, on any device; the result is on the same. Without spatial axes there
             are no neighbours and so no boundary.

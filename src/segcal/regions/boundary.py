@@ -27,6 +27,7 @@ from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
 from segcal.errors import InputError
+from segcal.kernels.dispatch import fast_distances
 from segcal.scores import checked_mask
 
 # Voxels to work on at once: arrays of about 32 MB, where those of whole volumes would take gigabytes.
@@ -82,13 +83,20 @@ def boundary_region(boundary: Tensor, valid: Tensor) -> Tensor:
     return region & valid
 
 
-def distance_to(boundary: Tensor, spacing: tuple[float, ...]) -> Tensor:
+def distance_to(boundary: Tensor, spacing: tuple[float, ...], threads: int | None = None) -> Tensor:
     """Distance of every voxel to the nearest one of ``boundary (N, *spatial)``, float32; inf where an image has none.
+
+    Large maps are computed by compiled loops, on a CPU shared by ``threads`` (None: torch's number), and on a GPU by
+    triton; others by scipy.
 
     Examples:
         >>> distance_to(torch.tensor([[False, False, True]]), (2.0,))
         tensor([[4., 2., 0.]])
     """
+    kernels = fast_distances(boundary) if spacing else None
+    if kernels is not None:
+        found: Tensor = kernels.distances(boundary, spacing, threads)
+        return found
     boundaries = boundary.cpu().numpy()
     distance = np.full(boundaries.shape, np.inf, np.float32)
     for image, own in zip(distance, boundaries, strict=True):

@@ -32,6 +32,7 @@ class StreamedDistance:
         boundary: From rows to the boundary voxels in them ``(N, rows, ...)``.
         shape: ``(N, *spatial)``.
         spacing: Voxel size per spatial axis.
+        threads: That share the work; None means torch's number.
 
     Examples:
         >>> edge = torch.tensor([[[False, True, False, False]], [[False, False, False, True]]]).view(1, 2, 4)
@@ -40,7 +41,15 @@ class StreamedDistance:
                  [1.4142, 1.0000, 1.0000, 0.0000]]])
     """
 
-    def __init__(self, boundary: Callable[[slice], Tensor], shape: tuple[int, ...], spacing: Sequence[float]) -> None:
+    def __init__(
+        self,
+        boundary: Callable[[slice], Tensor],
+        shape: tuple[int, ...],
+        spacing: Sequence[float],
+        threads: int | None = None,
+    ) -> None:
+        from segcal.kernels import distance_cpu  # compiled when it is first needed
+
         self._shape, self._plane = shape, math.prod(shape[2:])
         with writing(Path(tempfile.gettempdir())):
             self._file = tempfile.TemporaryFile(prefix="segcal-", buffering=0)  # noqa: SIM115 (it lives as long as this)
@@ -50,16 +59,15 @@ class StreamedDistance:
         for rows in row_slices((1, *shape), _CHUNK):
             own = boundary(rows)
             self.device = own.device
-            squares = np.where(own.cpu().numpy(), 0.0, np.inf)
-            for axis, step in enumerate(spacing[1:], 2):
-                squares = _along(squares, axis, step)
+            squares = distance_cpu.squared_distances(own.cpu().numpy(), spacing[1:], threads)
             for image, part in enumerate(squares):
                 self._write(image, rows.start, 0, part.reshape(len(part), -1))
         width = max(_COLUMNS, _CHUNK // shape[1])
         for image in range(shape[0]):
             for start in range(0, self._plane, width):
                 block = self._read(image, slice(0, shape[1]), start, min(width, self._plane - start))
-                self._write(image, 0, start, _along(block, 0, spacing[0]))
+                distance_cpu.along(block, 0, spacing[0], threads)
+                self._write(image, 0, start, block)
 
     def rows(self, rows: slice) -> Tensor:
         """The distances in some rows, ``(N, rows, ...)`` float32; inf where an image has no boundary."""
@@ -86,13 +94,3 @@ class StreamedDistance:
         first = 8 * ((image * self._shape[1] + row) * self._plane + start)
         lines = block.reshape(1, -1) if block.shape[1] == self._plane else block
         return [(line.data.cast("B"), first + 8 * self._plane * turn) for turn, line in enumerate(lines)]
-
-
-def _along(squares: NDArray[np.float64], axis: int, step: float) -> NDArray[np.float64]:
-    """The squares of distances, with the nearest voxel along one more axis."""
-    from segcal.kernels.distance_loops import nearest_along  # compiled when it is first needed
-
-    moved = np.moveaxis(squares, axis, -1)
-    lines = np.ascontiguousarray(moved)
-    nearest_along(lines.reshape(-1, lines.shape[-1]), step)
-    return np.moveaxis(lines, -1, axis)
