@@ -9,7 +9,7 @@ channels is a two-class problem of its own (N = K, C = 2). Volumes are ``(depth,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -74,6 +74,13 @@ class ChannelledSource(CaseSource, Protocol):
     """A multi-label source that can read one channel without the others."""
 
     def channel(self, index: int) -> CaseSource: ...  # noqa: D102
+
+
+@runtime_checkable
+class DeviceSource(CaseSource, Protocol):
+    """A source whose scores can be moved as they are stored, and become logits on a GPU."""
+
+    def logits_on(self, rows: slice, device: torch.device) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -190,8 +197,16 @@ class Case:
 
     def _all(self, name: str) -> Tensor | None:
         if name not in self._read:
-            self._read[name] = moved(getattr(self.source, name)(slice(0, self.source.spatial[0])), self.device)
+            self._read[name] = self._fetched(name, slice(0, self.source.spatial[0]))
         return self._read[name]
+
+    def _fetched(self, name: str, rows: slice) -> Tensor | None:
+        """Some rows from the source, on the device of the case."""
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        if name == "logits" and on_gpu and isinstance(self.source, DeviceSource):
+            assert self.device is not None
+            return self.source.logits_on(rows, self.device)
+        return moved(getattr(self.source, name)(rows), self.device)
 
     def on(self, device: torch.device) -> Case:
         """The same case, whose tensors are on this device."""
@@ -306,7 +321,7 @@ class Case:
     def rows(self, name: _Read, rows: slice) -> Any:
         """Some rows of one tensor; the mask may be None."""
         if name not in self._read:
-            return moved(getattr(self.source, name)(rows), self.device)
+            return self._fetched(name, rows)
         whole = self._read[name]
         return None if whole is None else whole.narrow(_ROW_AXIS[name], rows.start, rows.stop - rows.start)
 
@@ -349,17 +364,21 @@ class _Channel:
         return None if whole is None else whole[self._index : self._index + 1]
 
 
-def moved(tensor: Tensor | None, device: torch.device | None) -> Tensor | None:
-    """A tensor on a device; None for the device leaves it where it is.
+def moved(
+    tensor: Tensor | None, device: torch.device | None, convert: Callable[[Tensor], Tensor] = lambda there: there
+) -> Tensor | None:
+    """A tensor on a device, converted there; None for the device leaves it where it is.
 
     CUDA devices get it from page-locked memory by a stream of its own, so that they compute while they read.
     """
-    if tensor is None or device is None or tensor.device == device:
-        return tensor
+    if tensor is None:
+        return None
+    if device is None or tensor.device == device:
+        return convert(tensor)
     if device.type != "cuda":
-        return tensor.to(device)
+        return convert(tensor.to(device))
     with torch.cuda.stream(_copies(device)) as _:
-        there = tensor.pin_memory().to(device, non_blocking=True)
+        there = convert(tensor.pin_memory().to(device, non_blocking=True))
         torch.cuda.current_stream(device).synchronize()
     there.record_stream(torch.cuda.default_stream(device))
     return there

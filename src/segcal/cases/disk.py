@@ -23,7 +23,7 @@ from segcal.cases.oriented import Oriented
 from segcal.errors import ConfigError, DataError, naming
 from segcal.files.remote import RemotePath
 from segcal.scores import Pool, canonical_logits
-from segcal.types import Kind, row_slices
+from segcal.types import CHUNK_VALUES, Kind, moved, row_slices
 
 # Scores pooled at once: 4 MB of float64, which stay in cache between the steps.
 _POOL_VALUES = 2**19
@@ -160,21 +160,28 @@ class DiskCase:
 
     def logits(self, rows: slice) -> Tensor:
         """Canonical logits of some rows, pooled over the members."""
+        return self._logits(rows, None)
+
+    def logits_on(self, rows: slice, device: torch.device) -> Tensor:
+        """The same on a device, where they are converted and pooled: it gets them as they are stored."""
+        return self._logits(rows, device)
+
+    def _logits(self, rows: slice, device: torch.device | None) -> Tensor:
         shape = (self.batch, self.num_classes, rows.stop - rows.start, *self.spatial[1:])
         if len(self.members) == 1:
-            return self._read(self.members[0], rows, slice(0, shape[2]))
+            return self._read(self.members[0], rows, slice(0, shape[2]), device)
         # At least a stored chunk at a time: otherwise it would be decoded several times.
         per_row = math.prod(shape) // max(1, shape[2])
         least = max(member.rows_per_chunk for member in self.members)
-        parts = list(row_slices(shape, max(_POOL_VALUES, least * per_row)))
+        parts = list(row_slices(shape, max(_POOL_VALUES if device is None else CHUNK_VALUES, least * per_row)))
         with self._naming():
-            pooled = torch.empty(shape, dtype=torch.float32)
+            pooled = torch.empty(shape, dtype=torch.float32, device=device)
             # Files that are decoded as a whole are decoded once each, and freed before the next.
             for together in [[part] for part in parts] if self.sliceable else [parts]:
                 pools = [Pool(self.pooling) for _ in together]
                 for member in self.members:
                     for part, running in zip(together, pools, strict=True):
-                        running.add(self._read(member, rows, part))
+                        running.add(self._read(member, rows, part, device))
                     member.file.forget()
                 for part, running in zip(together, pools, strict=True):
                     pooled[:, :, part] = running.result()
@@ -197,29 +204,34 @@ class DiskCase:
         own._channels, own.batch, own._all_members = slice(index, index + 1), 1, self._all_members or self
         return own
 
-    def _read(self, member: Oriented, rows: slice, part: slice) -> Tensor:
+    def _read(self, member: Oriented, rows: slice, part: slice, device: torch.device | None = None) -> Tensor:
         """Canonical logits of one member in a part of the rows."""
+
+        def convert(scores: Tensor) -> Tensor:
+            if member.file.path in self._partial:
+                oriented.check_sums(scores, member.file)
+            return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
+
         with self._naming(member.file.path):
             first = rows.start + part.start
             here = slice(first, rows.start + part.stop)
             # One class at a time would wait for an object store once for each.
             near = member.file.sliceable and not isinstance(member.file.path, RemotePath)
             by_class = near and (member.file.chunk is None or member.file.chunk[0] == 1)
-            if self.kind == "logits" and by_class and member.file.dtype == np.float16:
+            if device is None and self.kind == "logits" and by_class and member.file.dtype == np.float16:
                 # Converted class by class, so that the whole is never in memory in both precisions.
                 channels = range(member.shape[0])[self._channels]
                 narrow = (torch.from_numpy(member.read(here, slice(k, k + 1))) for k in channels)
                 scores = torch.empty((1, len(channels), here.stop - first, *member.shape[2:]))
                 for target, source in zip(scores[0], narrow, strict=True):
                     target.copy_(source[0])
-                return canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first)
+                return convert(scores)
             scores = torch.from_numpy(member.read(here, self._channels))[None]
-            if member.file.path in self._partial:
-                oriented.check_sums(scores, member.file)
-            logits = canonical_logits(scores, self.kind, multilabel=self.multilabel, first_row=first).float()
+            logits = moved(scores, device, convert)
+            assert logits is not None
             # Float32 scores still share the memory of the mapped file and must not outlive it.
             shared = logits.data_ptr() == scores.data_ptr()
-            return logits.clone(memory_format=torch.contiguous_format) if shared else logits
+            return logits.clone(memory_format=torch.contiguous_format) if shared else logits.contiguous()
 
     def labels(self, rows: slice) -> Tensor:
         """Labels of some rows, in range or ignored."""
