@@ -126,10 +126,10 @@ HELD_OUT = 0.3
 #: Starting Python, importing torch, loading compiled loops.
 START = Cost(fixed=4.5, reads=0)
 #: ``evaluate`` with its default metrics and regions; and one more calibrator on the same cases, without its map.
-EVALUATE = Cost(fixed=0.1, case=0.02, voxel=150, score=4)
-EVALUATE_AGAIN = Cost(fixed=0.1, case=0.017, voxel=40, score=4, reads=0)
+EVALUATE = Cost(fixed=0.1, case=0.006, voxel=45, score=4)
+EVALUATE_AGAIN = Cost(fixed=0.1, case=0.005, voxel=30, score=1, reads=0)
 #: Seconds for 10^9 voxels that distances in volumes take beyond those in images.
-VOLUME = Cost(voxel=250, reads=0)
+VOLUME = Cost(voxel=15, reads=0)
 #: Writing calibrated probabilities and reading them back.
 WRITE = Cost(case=0.005, copied=45)
 #: Summaries, pictures and the page of a study.
