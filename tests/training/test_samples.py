@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from segcal.training.data import hold, open_dataset
-from segcal.training.samples import Samples, Schedule, rotate
+from segcal.training.samples import Draw, Samples, Schedule, augmented, rotate
 from training.scans import small, write_scans
 
 
@@ -54,6 +54,30 @@ def test_mirrored_images_keep_their_rows(tmp_path):
     assert any(mirrored)
     assert any(same)
     assert all(a or b for a, b in zip(mirrored, same, strict=True))
+
+
+def test_contrast_changes_values_of_half_of_the_samples_and_no_labels(tmp_path):
+    write_scans(tmp_path / "d", 24, (16, 20), splits=False)
+    plain, moved = (samples(tmp_path / "d", augment=a)[range(24)] for a in ((), ("contrast",)))
+    assert torch.equal(moved.labels, plain.labels)
+    gain = moved.images.double().std((2, 3)) / plain.images.double().std((2, 3))
+    shift = moved.images.double().mean((2, 3)) - gain * plain.images.double().mean((2, 3))
+    expected = gain[..., None, None] * plain.images + shift[..., None, None]
+    torch.testing.assert_close(moved.images.double(), expected, atol=1e-5, rtol=0)
+    changed = (gain - 1).abs() + shift.abs() > 1e-6  # (24, channels)
+    assert torch.equal(changed.any(1), changed.all(1))
+    assert 5 < changed.any(1).sum() < 19  # 24 fair coins
+    assert 2 / 3 < gain.min() < 0.8 < 1.2 < gain.max() < 1.5
+    assert -0.5 < shift.min() < -0.2 < 0.2 < shift.max() < 0.5
+
+
+def test_each_channel_has_a_contrast_of_its_own():
+    images, labels = torch.ones(2, 3, 4, 5), torch.zeros(2, 4, 5, dtype=torch.long)
+    changes = ((1.5, 0.1), (1.0, -0.2), (0.7, 0.0))
+    draws = [Draw(None, (4, 5), (), None, own, ()) for own in (changes, None)]
+    found = augmented(images, labels, draws, 255)[0][0]
+    torch.testing.assert_close(found[0, :, 1, 2], torch.tensor([1.6, 0.8, 0.7]))
+    assert torch.equal(found[1], images[1])
 
 
 @pytest.mark.parametrize("size", [(20, 24), (6, 20, 24)])

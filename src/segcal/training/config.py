@@ -18,7 +18,7 @@ from segcal.training.densenet import LAYERS_103
 from segcal.training.networks import Network
 from segcal.training.unet import Norm
 
-Augmentation = Literal["flip", "mirror", "rotate", "scale"]
+Augmentation = Literal["flip", "mirror", "rotate", "scale", "contrast"]
 Precision = Literal["float16", "float32"]
 Normalisation = Literal["scan", "train"]
 PARTS = ("train", "validation", "test")
@@ -54,7 +54,7 @@ _FOLDERS = Rule(_are_folders, "a folder, or a list of them", lambda v: (v,) if i
 _SHARES = Rule(_is_split, "shares train, validation, test that sum to at most 1", dict)
 _EPOCHS = list_of(_COUNT.good, "a list of epochs")
 _AUGMENTATIONS = list_of(
-    get_args(Augmentation).__contains__, "a list of 'flip', 'mirror', 'rotate', 'scale'; [] for none"
+    get_args(Augmentation).__contains__, "a list of 'flip', 'mirror', 'rotate', 'scale', 'contrast'; [] for none"
 )
 _LAYERS = list_of(_COUNT.good, "a list of numbers of layers")
 _SIZE = list_of(_COUNT.good, "a size, one number for each axis")

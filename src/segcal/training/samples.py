@@ -24,6 +24,8 @@ from segcal.training.segmenter import pad_end
 MOST_DEGREES = 15.0
 # Largest factor of the scale augmentation; the smallest is its inverse.
 MOST_SCALE = 2.0
+# Largest factor of the contrast augmentation (the smallest is its inverse), and shift, in standard deviations.
+MOST_CONTRAST, MOST_SHIFT = 1.5, 0.5
 # Steps whose random numbers are drawn ahead of time.
 _AHEAD = 4
 
@@ -44,12 +46,13 @@ class View(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """All that is random about a sample: the crop's first voxel and size, axes to flip, rotation if any, and views."""
+    """All that is random about a sample: where the crop starts, its size, how it is moved and recoloured, and views."""
 
     start: tuple[int, ...] | None
     window: tuple[int, ...]
     flips: tuple[int, ...]
     degrees: float | None
+    contrast: tuple[tuple[float, float], ...] | None  # of each channel: a factor and a shift
     views: tuple[View, ...]
 
 
@@ -64,8 +67,9 @@ class Samples(data.Dataset[Batch]):
         config: Its ``dims`` is the number of spatial axes of a sample, its ``seed`` that of augmentation and cropping.
             ``augment``: ``flip`` mirrors each in-plane axis with probability 1/2, ``mirror`` only the last one;
             ``rotate`` rotates half of the samples in the plane, by up to 15 degrees; ``scale`` enlarges by a factor
-            from 1/2 to 2, all equally likely in the logarithm. ``crop`` is the size of a sample, cropped at random or
-            padded with ignored voxels.
+            from 1/2 to 2, all equally likely in the logarithm; ``contrast`` changes half of the samples: the contrast
+            of each channel by a factor from 2/3 to 3/2, its brightness by up to half a standard deviation. ``crop`` is
+            the size of a sample, cropped at random or padded with ignored voxels.
         ignore_index: The label of ignored voxels.
         views: How many views with different contrast, brightness and noise; 1 leaves the values unchanged.
     """
@@ -127,12 +131,16 @@ class Samples(data.Dataset[Batch]):
         flips = tuple(axis for axis in axes if rng.random() < 0.5)
         turned = "rotate" in config.augment and rng.random() < 0.5
         degrees = rng.uniform(-MOST_DEGREES, MOST_DEGREES) if turned else None
+        changes = None
+        if "contrast" in config.augment and rng.random() < 0.5:
+            pairs = rng.uniform(-1, 1, (scan.channels, 2)).tolist()
+            changes = tuple((MOST_CONTRAST**gain, MOST_SHIFT * shift) for gain, shift in pairs)
         count = 0 if self.views == 1 else self.views
         views = tuple(
             View(rng.uniform(0.8, 1.2), rng.uniform(-0.2, 0.2), _noise(rng, (scan.channels, *size)))
             for _ in range(count)
         )
-        return Draw(start, window, flips, degrees, views)
+        return Draw(start, window, flips, degrees, changes, views)
 
     def assemble(self, chosen: Sequence[int], draws: Sequence[Draw]) -> Batch:
         """The batch of some samples with given random numbers; smaller samples are padded with ignored voxels."""
@@ -254,6 +262,10 @@ def augmented(images: Tensor, labels: Tensor, draws: Sequence[Draw], ignore_inde
         images, labels = (
             whole.index_copy(0, turned, part) for whole, part in zip((images, labels), parts, strict=True)
         )
+    if any(draw.contrast for draw in draws):
+        same = ((1.0, 0.0),) * images.shape[1]
+        changes = _on([draw.contrast or same for draw in draws], device).view(*images.shape[:2], 2, *one_each[1:])
+        images = images * changes[:, :, 0] + changes[:, :, 1]
     if not draws[0].views:
         return images[None], labels
     views = []
