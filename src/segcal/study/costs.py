@@ -158,7 +158,7 @@ FITS: dict[str, Cost] = {
     "meta-cal": _FIRST._replace(drawn=0.85, most=0.4, power=0.76, reads=2, memory=20),
     "isotonic": _FIRST._replace(fixed=0.2, voxel=100, score=10),
     "histogram": _FIRST._replace(fixed=0.3, voxel=100, score=10),
-    "trust": Cost(case=0.01, voxel=400, score=15, drawn=30, most=0.3, power=0.5, reads=6, memory=60),
+    "trust": Cost(case=0.01, voxel=400, score=15, drawn=22, most=0.3, power=0.5, reads=6, memory=60),
 }
 # An affine map or a table, by compiled loops.
 _SIMPLE = Cost(voxel=20, score=4)
