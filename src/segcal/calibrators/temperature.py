@@ -363,13 +363,21 @@ def _nll(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> Terms:
     else:
         given = log_parts, weights, np.asarray(w)
         found = in_ranges(lambda start, stop: loops.add_mixture(*given, start, stop), len(weights))
-        value, gradient, hessian = reduce(added, found)
+        values, gradients, hessians = zip(*found, strict=True)
+        value, gradient, hessian = sum(values), np.sum(gradients, 0), np.sum(hessians, 0)
     return float(share * w.sum() + value), share + gradient, hessian
 
 
 def _rise(w: FloatArray, log_parts: FloatArray) -> FloatArray:
     """By how much each voxel's NLL ``(n,)`` exceeds that of temperature scaling."""
-    return np.asarray(log_parts[:, 0] - np.logaddexp.reduce(log_parts[:, w > 0] + np.log(w[w > 0]), axis=1))
+    rise, logs = np.empty(len(log_parts)), np.log(w[w > 0])
+
+    def part(start: int, stop: int) -> None:
+        own = log_parts[start:stop]
+        rise[start:stop] = own[:, 0] - np.logaddexp.reduce(own[:, w > 0] + logs, axis=1)
+
+    in_ranges(part, len(rise))
+    return rise
 
 
 def _mean_rise(w: FloatArray, log_parts: FloatArray, weights: FloatArray) -> float:

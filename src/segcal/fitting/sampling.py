@@ -288,13 +288,14 @@ def _lowest(strata: Ints, keys: Keys, sizes: Ints, voxels: int) -> Ints:
     least = next(own for few in (2, 1, 0) if (own := np.minimum(held, few)).sum() <= voxels)
     quota = least + _fill(held - least, _shares(sizes), voxels - int(least.sum()))
     by_stratum = np.argsort(strata.astype(np.min_scalar_type(len(sizes))), kind="stable")  # fast for small types
+    ends = np.cumsum(held)
     chosen = np.zeros(len(strata), np.bool_)
 
-    def choose(some: tuple[Ints, int]) -> None:
-        own, wanted = some
+    def choose(stratum: int) -> None:
+        own, wanted = by_stratum[ends[stratum] - held[stratum] : ends[stratum]], quota[stratum]
         chosen[own if wanted == len(own) else own[np.argpartition(keys[own], wanted)[:wanted]]] = True
 
-    in_turn(choose, list(zip(np.split(by_stratum, np.cumsum(held)[:-1]), quota.tolist(), strict=True)))
+    in_turn(choose, np.flatnonzero(quota).tolist())
     return np.flatnonzero(chosen)
 
 
