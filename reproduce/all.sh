@@ -24,7 +24,7 @@ step() {
     --results "$(folder "$recipe")" "$@" >>"$out/logs/$log" 2>&1
 }
 
-(step camvid run.py camvid.log --parallel 8
+(step camvid run.py camvid.log --parallel 8 --compile
   step camvid posthoc.py camvid.log --tables selective rethinking --parallel 4 &
   step camvid posthoc.py camvid-lts.log --tables lts --parallel 3
   wait) &
