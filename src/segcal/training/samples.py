@@ -67,8 +67,7 @@ class Samples(data.Dataset[Batch]):
         config: Its ``dims`` is the number of spatial axes of a sample, its ``seed`` that of augmentation and cropping.
             ``augment``: ``flip`` mirrors each in-plane axis with probability 1/2, ``mirror`` only the last one;
             ``rotate`` rotates half of the samples in the plane, by up to 15 degrees; ``scale`` enlarges by a factor
-            from 1/2 to 2, all equally likely in the logarithm, but by none with which a scan that fills the crop no
-            longer does; ``contrast`` changes half of the samples: the contrast
+            from 1/2 to 2, all equally likely in the logarithm; ``contrast`` changes half of the samples: the contrast
             of each channel by a factor from 2/3 to 3/2, its brightness by up to half a standard deviation. ``crop`` is
             the size of a sample, cropped at random or padded with ignored voxels.
         ignore_index: The label of ignored voxels.
@@ -124,10 +123,7 @@ class Samples(data.Dataset[Batch]):
         size, start = scan.spatial[-config.dims :], None
         window: tuple[int, ...] = size
         if config.crop is not None:
-            fills = max(want / have for have, want in zip(size, config.crop, strict=True))
-            # A scan that no longer fills the crop would be padded, and the network would learn from the padding.
-            least = min(max(math.log(fills, MOST_SCALE), -1.0), 0.0)
-            factor = MOST_SCALE ** rng.uniform(least, 1) if "scale" in config.augment else 1.0
+            factor = MOST_SCALE ** rng.uniform(-1, 1) if "scale" in config.augment else 1.0
             window = tuple(max(1, round(want / factor)) for want in config.crop)
             start = tuple(int(rng.integers(max(0, have - want) + 1)) for have, want in zip(size, window, strict=True))
             size = config.crop
