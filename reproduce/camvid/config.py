@@ -10,22 +10,22 @@ from reproduce.common import Run
 from segcal.metrics import Column
 from segcal.training import convert
 
-# Of every network. Crops are mirrored left to right and enlarged by 1/2 to 2. Of every fifth epoch, the one with the best
-# validation Dice, a mean over all 11 classes, counts: to validate takes nearly as long as to train for an epoch.
+# Of every network. Crops are mirrored left to right and enlarged by 1/2 to 2. Of every fifth epoch, the one with the
+# best validation Dice, a mean over all 11 classes, counts: to validate takes nearly as long as to train for an epoch.
 TRAINING: dict[str, Any] = {
     "batch": 8, "learning_rate": 1e-3, "factor": 0.1, "epochs": 300, "milestones": [200, 270], "amp": True,
     "augment": ["mirror", "scale"], "save_every": 20, "validate_every": 5,
 }  # fmt: skip
-# A member of the ensemble, trained as nnU-Net is (Kirscher et al.): with Dice, and with changes of contrast. In miniature, with a
-# sequence of the training images left out, that raised mIoU there from 0.31 to 0.33. 4.4 million weights, 9 MB in half
-# precision.
+# A member of the ensemble, trained as nnU-Net is (Kirscher et al.): with Dice, and with changes of contrast. In
+# miniature, with a sequence of the training images left out, that raised mIoU there from 0.31 to 0.33. 4.4 million
+# weights, 9 MB in half precision.
 UNET: dict[str, Any] = {
     "network": "unet", "width": 24, "depth": 5, "crop": [256, 320], "loss": [{"id": "ce-dice"}],
     "augment": ["mirror", "scale", "contrast"],
 }  # fmt: skip
 # FC-DenseNet67 (Jégou et al.: mIoU 65.8, crops of 224): 3.5 million weights. FC-DenseNet103 (66.9) has as many features
-# at full resolution, so it is no cheaper to train, and is too large to be carried; FC-DenseNet56 has 58.9. Cross-entropy,
-# or the loss of the row.
+# at full resolution, so it is no cheaper to train, and is too large to be carried; FC-DenseNet56 has 58.9. Trained with
+# the loss of the row, as a rule cross-entropy.
 TIRAMISU: dict[str, Any] = {
     "network": "fc-densenet", "width": 16, "layers": [5, 5, 5, 5, 5, 5], "crop": [224, 224],
 }  # fmt: skip
