@@ -101,6 +101,16 @@ def test_numpy_float16_read_only_and_probabilities(tmp_path):
     assert torch.equal(segcal.cases_from([{"probs": probs, "labels": y}])[2].logits, cases[2].logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+@pytest.mark.parametrize("ignored", [-1, 255])
+def test_labels_of_any_integer_type(dtype, ignored):
+    z, y = data()
+    mask = y != 255
+    expected = rows(segcal.evaluate(segcal.cases_from(z, y, mask=mask), metrics=METRICS))
+    y = y.where(mask, 100).to(dtype)  # masked, so it need be no class, and the type need not hold the ignored label
+    assert rows(segcal.evaluate(segcal.cases_from(z, y, mask=mask, ignore_index=ignored), metrics=METRICS)) == expected
+
+
 def test_masks_ids_and_groups(tmp_path):
     z, y = data()
     loader = DataLoader(Named(z, y), batch_size=3)
