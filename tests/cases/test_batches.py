@@ -114,6 +114,8 @@ def test_labels_of_any_integer_type(dtype, ignored):
 def test_masks_ids_and_groups(tmp_path):
     z, y = data()
     loader = DataLoader(Named(z, y), batch_size=3)
+    segcal.write_dataset(segcal.cases_from(z, y, groups=[i // 2 for i in range(7)]), tmp_path / "listed")
+    assert list(segcal.open_cases(tmp_path / "listed").case_groups.values()) == list("0011223")
     cases = segcal.cases_from(loader, groups=r"^p\d+")
     assert cases.ids == ("p0_0", "p0_1", "p1_2", "p1_3", "p2_4", "p2_5", "p3_6")
     assert cases.case_groups["p1_3"] == "p1"

@@ -81,6 +81,7 @@ def test_configuration_file_and_keywords(tmp_path):
         ("ignore_index = 9223372036854775808", "fits 64 bits"),
         ("ignore_index = -9223372036854775809", "fits 64 bits"),
         ("groups = '('", r"groups = '\('.*expected a regular expression"),
+        ("[groups]\ncase0 = 1", r"groups = .*expected a regular expression, or a table with the group of every case"),
         ("[regions]", "a list of labels for every channel"),
         ("[regions]\na = []", "a list of labels"),
         ("[regions]\na = [true]", "a list of labels"),
@@ -121,6 +122,7 @@ def test_a_configuration_that_cannot_be_decoded(tmp_path, content):
 def test_groups_without_a_match(tmp_path, pattern):
     root = plain(tmp_path)
     expect_error(root, r"the pattern .* does not match case 'case0'", InputError, groups=pattern)
+    expect_error(root, "case 'case1' has no group", InputError, groups={"case0": "a"})
     assert len(segcal.check(root, groups=pattern).problems) == 1
 
 
