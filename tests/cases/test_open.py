@@ -255,6 +255,10 @@ def test_multilabel_channels_and_regions(tmp_path):
 def test_single_sigmoid_channel(tmp_path):
     root = plain(tmp_path, count=1, classes=1, shape=(4, 9, 7))
     expect_error(root, "one channel.*multilabel = true", InputError)
+    (problem,) = segcal.check(root).problems
+    assert "case0.npy: scores have one channel; expected at least two classes" in str(problem)
+    with pytest.raises(InputError, match="one channel.*multilabel = true"):
+        segcal.evaluate(segcal.open_cases(root))
     assert segcal.open_cases(root, multilabel=True)[0].load().shape == (1, 2, 4, 9, 7)
 
 
