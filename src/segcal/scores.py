@@ -49,11 +49,7 @@ def canonical_logits(scores: Tensor, kind: Kind, *, multilabel: bool = False, fi
             fix="save the network's softmax or logits, not the label map or 8-bit previews",
         )
     if scores.shape[1] == 1 and not multilabel:
-        raise InputError(
-            "scores have one channel",
-            expected="at least two classes",
-            fix="declare a sigmoid output with multilabel = true",
-        )
+        raise one_channel()
     rounding = torch.finfo(scores.dtype).eps
     scores = at_least_float32(scores)
     if kind == "probs":
@@ -248,6 +244,15 @@ def some_impossible(logits: Tensor) -> bool:
         return False
     exact = at_least_float32(logits)
     return bool((exact.amax(1) - exact.amin(1) > DEPTH).any())
+
+
+def one_channel() -> InputError:
+    """The error for scores of a single channel that are not declared as multi-label."""
+    return InputError(
+        "scores have one channel",
+        expected="at least two classes",
+        fix="declare a sigmoid output with multilabel = true",
+    )
 
 
 def impossible_label() -> InputError:

@@ -65,6 +65,7 @@ def test_argmax_is_kept_bit_for_bit_where_declared(fitted, dtype):
     if fitted.preserves:
         assert torch.equal(fitted(z).argmax(1), z.argmax(1))
         assert torch.equal(fitted.predict(z), z.argmax(1))
+        assert torch.equal(fitted.predict_proba(z).argmax(1), z.argmax(1))  # the exponential rounds, too
 
 
 @pytest.mark.parametrize("size", [(30, 20), (300, 200)], ids=["torch", "numba"])

@@ -101,9 +101,21 @@ def test_numpy_float16_read_only_and_probabilities(tmp_path):
     assert torch.equal(segcal.cases_from([{"probs": probs, "labels": y}])[2].logits, cases[2].logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+@pytest.mark.parametrize("ignored", [-1, 255])
+def test_labels_of_any_integer_type(dtype, ignored):
+    z, y = data()
+    mask = y != 255
+    expected = rows(segcal.evaluate(segcal.cases_from(z, y, mask=mask), metrics=METRICS))
+    y = y.where(mask, 100).to(dtype)  # masked, so it need be no class, and the type need not hold the ignored label
+    assert rows(segcal.evaluate(segcal.cases_from(z, y, mask=mask, ignore_index=ignored), metrics=METRICS)) == expected
+
+
 def test_masks_ids_and_groups(tmp_path):
     z, y = data()
     loader = DataLoader(Named(z, y), batch_size=3)
+    segcal.write_dataset(segcal.cases_from(z, y, groups=[i // 2 for i in range(7)]), tmp_path / "listed")
+    assert list(segcal.open_cases(tmp_path / "listed").case_groups.values()) == list("0011223")
     cases = segcal.cases_from(loader, groups=r"^p\d+")
     assert cases.ids == ("p0_0", "p0_1", "p1_2", "p1_3", "p2_4", "p2_5", "p3_6")
     assert cases.case_groups["p1_3"] == "p1"

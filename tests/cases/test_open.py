@@ -81,6 +81,7 @@ def test_configuration_file_and_keywords(tmp_path):
         ("ignore_index = 9223372036854775808", "fits 64 bits"),
         ("ignore_index = -9223372036854775809", "fits 64 bits"),
         ("groups = '('", r"groups = '\('.*expected a regular expression"),
+        ("[groups]\ncase0 = 1", r"groups = .*expected a regular expression, or a table with the group of every case"),
         ("[regions]", "a list of labels for every channel"),
         ("[regions]\na = []", "a list of labels"),
         ("[regions]\na = [true]", "a list of labels"),
@@ -121,6 +122,7 @@ def test_a_configuration_that_cannot_be_decoded(tmp_path, content):
 def test_groups_without_a_match(tmp_path, pattern):
     root = plain(tmp_path)
     expect_error(root, r"the pattern .* does not match case 'case0'", InputError, groups=pattern)
+    expect_error(root, "case 'case1' has no group", InputError, groups={"case0": "a"})
     assert len(segcal.check(root, groups=pattern).problems) == 1
 
 
@@ -253,6 +255,10 @@ def test_multilabel_channels_and_regions(tmp_path):
 def test_single_sigmoid_channel(tmp_path):
     root = plain(tmp_path, count=1, classes=1, shape=(4, 9, 7))
     expect_error(root, "one channel.*multilabel = true", InputError)
+    (problem,) = segcal.check(root).problems
+    assert "case0.npy: scores have one channel; expected at least two classes" in str(problem)
+    with pytest.raises(InputError, match="one channel.*multilabel = true"):
+        segcal.evaluate(segcal.open_cases(root))
     assert segcal.open_cases(root, multilabel=True)[0].load().shape == (1, 2, 4, 9, 7)
 
 

@@ -68,6 +68,14 @@ def test_a_folder_that_is_no_dataset_raises(tmp_path):
         segcal.check(tmp_path)
 
 
+def test_scores_that_cannot_be_read_do_not_look_like_anything(tmp_path):
+    root = plain(tmp_path, count=1, kind="logits")
+    np.save(root / "logits" / "case0.npy", logits(0).astype(np.int32))
+    report = segcal.check(root)
+    assert len(report.problems) == 1
+    assert not report.notes
+
+
 def test_notes_on_what_is_legal_but_odd(tmp_path):
     root = plain(tmp_path, count=1, kind="logits")
     z = logits(0)

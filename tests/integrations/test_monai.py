@@ -55,7 +55,7 @@ class TestTransforms:
         found = Calibrated(vector)(given)
         assert isinstance(found, MetaTensor)
         assert found.dtype == dtype
-        assert torch.equal(found.as_tensor(), vector(logits[None])[0].exp())
+        assert torch.equal(found.as_tensor(), vector.predict_proba(logits[None])[0])
         assert torch.equal(found.affine, given.affine)
         assert found.applied_operations == given.applied_operations
         assert found.meta["filename_or_obj"] == "a.nii"
@@ -122,6 +122,13 @@ class TestTransforms:
         torch.testing.assert_close(Calibrated(both, output="logits")(x).sigmoid(), expected)
         inferer = adapters.CalibratedInferer(monai.inferers.SimpleInferer(), both)
         torch.testing.assert_close(inferer(torch.stack((x, -x)), nn.Identity())[0].sigmoid(), expected)
+
+    def test_probabilities_in_half_precision_keep_the_labels(self):
+        ts = segcal.calibrators.TemperatureScaling().fit(torch.randn(500, 2), torch.randint(0, 2, (500,)))
+        x = torch.randn(2, 40, 50).mul(1e-3).half()
+        assert torch.equal(Calibrated(ts)(x).argmax(0), x.argmax(0))
+        both = segcal.calibrators.TemperatureScaling().take_channels(("core", "whole"), [ts, ts])
+        assert torch.equal(Calibrated(both)(x) > 0.5, x > 0)
 
     def test_mistakes_are_named(self, vector):
         with pytest.raises(InputError, match="output is 'prob'"):

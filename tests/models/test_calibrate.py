@@ -213,6 +213,15 @@ def test_sigmoid_channels_are_calibrated_one_by_one(method, kind):
         segcal.calibrate(model, loader(images, regions), method, kind=kind, channel_names=("whole",))
 
 
+@pytest.mark.parametrize("names", [None, ("whole", "core")])
+def test_probabilities_in_half_precision_have_the_labels(names):
+    scores, labels = torch.randn(2, 2, 40, 50).mul(1e-3).half(), torch.randint(0, 2, (2, 2, 40, 50))
+    cases = segcal.cases_from(scores, labels if names else labels[:, 0], channel_names=names)
+    net = CalibratedNetwork(nn.Identity(), TemperatureScaling().fit(cases))
+    found = net.predict_proba(scores)
+    assert torch.equal((found > 0.5).long() if names else found.argmax(1), net.predict(scores))
+
+
 def test_one_sigmoid_channel():
     images, labels = data()
     model, inside = Model(1).eval(), (labels == 1).long()

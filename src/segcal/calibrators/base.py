@@ -31,7 +31,7 @@ from segcal.files.plain import plain
 from segcal.fitting.cost import FitCost, check_cost
 from segcal.fitting.data import FitData, Fitted, VoxelBudget
 from segcal.kernels import AffineMap, cuda_kernels, fast_maps
-from segcal.scores import at_least_float32, keep_argmax, only_possible
+from segcal.scores import at_least_float32, keep_argmax, only_possible, probabilities
 from segcal.types import Case, FitReport
 
 Preserves = Literal["order", "argmax"]
@@ -276,9 +276,9 @@ class Calibrator(CalibratorModule, ABC):
             yield rows, self(logits)
 
     def predict_proba(self, logits: Tensor, image: Tensor | None = None) -> Tensor:
-        """Calibrated probabilities; the arguments are those of ``forward``."""
-        probabilities: Tensor = self(logits, image).exp()
-        return probabilities
+        """Calibrated probabilities; the arguments, and the argmax of the result, are those of ``forward``."""
+        log_probs: Tensor = self(logits, image)
+        return probabilities(log_probs, log_probs.dtype)
 
     def predict(self, logits: Tensor) -> Tensor:
         """The label map ``(N, *spatial)``; calibrators that preserve the argmax return exactly that of the input."""

@@ -30,16 +30,20 @@ def _is_int(value: Any) -> bool:
     return is_whole(value) and -(2**63) <= value < 2**63
 
 
-def _pattern(text: str) -> str:
+def _groups(value: Any) -> Any:
+    """A regular expression, or a table of groups."""
     try:
-        re.compile(text)
+        return re.compile(value).pattern if isinstance(value, str) else value
     except re.error as error:
-        raise ConfigError(f"groups = {text!r} ({error})", expected="a regular expression") from None
-    return text
+        raise ConfigError(f"groups = {value!r} ({error})", expected="a regular expression") from None
 
 
 _TEXT = Rule(lambda v: isinstance(v, str), "a text")
-_PATTERN = Rule(lambda v: isinstance(v, str), "a text", _pattern)
+_GROUPS = Rule(
+    lambda v: all(map(_TEXT.good, v.values() if isinstance(v, Mapping) else (v,))),
+    "a regular expression, or a table with the group of every case",
+    _groups,
+)
 _INTEGER = Rule(_is_int, "a whole number that fits 64 bits")
 _COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
 _NAMES = list_of(_TEXT.good, "a list of texts, all different names", whole=lambda v: len(set(v)) == len(v))
@@ -89,8 +93,9 @@ class DatasetConfig:
     """Name of the score array in npz, h5 and zarr files that hold several."""
     spacing: Annotated[tuple[float, ...] | Mapping[str, tuple[float, ...]] | None, Table(_SIZES, single=True)] = None
     """Voxel size per spatial axis ``(z, y, x)``, for all cases or per case; NIfTI files have their own."""
-    groups: Annotated[str | None, _PATTERN] = None
-    """Regular expression that finds the group (patient) in a case name, so that splits keep groups together."""
+    groups: Annotated[str | Mapping[str, str] | None, _GROUPS] = None
+    """Regular expression that finds the group (patient) in a case name, or a table with the group of every case;
+    splits keep groups together."""
     splits: Annotated[Mapping[str, tuple[str, ...]], Table(_CASES)] = field(default_factory=dict)
     """``calibration``, ``validation``, ``test``: lists of case names."""
 

@@ -22,7 +22,7 @@ from segcal.cases.nnunet import connected_to_border
 from segcal.cases.oriented import Oriented
 from segcal.errors import ConfigError, DataError, naming
 from segcal.files.remote import RemotePath
-from segcal.scores import Pool, canonical_logits
+from segcal.scores import Pool, canonical_logits, one_channel
 from segcal.types import CHUNK_VALUES, Kind, moved, row_slices
 
 # Scores pooled at once: 4 MB of float64, which stay in cache between the steps.
@@ -80,6 +80,8 @@ class DiskCase:
         channels, *spatial = first.shape
         if not spatial or 0 in first.shape:
             raise DataError(f"scores of shape {first.shape}", expected="(C, *spatial)")
+        if channels == 1 and not self.multilabel:
+            raise one_channel()
         for member in self.members[1:]:
             if member.shape != first.shape:
                 raise DataError(

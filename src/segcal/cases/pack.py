@@ -186,7 +186,10 @@ def _describe(cases: CaseSet, spacing: Mapping[str, tuple[float, ...]], ignored:
     else:
         about |= {"classes": cases.num_classes, "background": "none" if cases.background is None else cases.background}
     about["class_names"] = cases.channel_names or cases.class_names
-    about["groups"] = cases.groups if isinstance(cases.groups, str) else None
+    if isinstance(cases.groups, str):
+        about["groups"] = cases.groups
+    elif cases.groups is not None:
+        about["groups"] = {name: str(group) for name, group in cases.case_groups.items()}
     about |= {"spacing": one or spacing, "splits": cases.splits}
     replaced = f"{cases.ignore_index} in the data that this was made from is {ignored} here: the format cannot hold it."
     return toml_document(about, "" if ignored == cases.ignore_index else replaced)

@@ -20,6 +20,8 @@ from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind
 
 # The number of cases that the images of a tensor are divided into, if there are that many.
 _TENSOR_CASES = 10
+# Types that torch holds but has no minimum or comparison for.
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Batch:
         lowest, highest = torch.stack(torch.aminmax(self.labels)).tolist()
         if lowest < 0 or highest >= classes:
             mask = self._mask_of_labels()
-            counting = self.labels if mask is None else self.labels.where(mask, ignore_index)
+            labels = self.labels.long()  # A small type may not hold the ignored label.
+            counting = labels if mask is None else labels.where(mask, ignore_index)
             check_labels(counting.cpu().numpy(), classes, ignore_index)
 
     def _mask_of_labels(self) -> Tensor | None:
@@ -174,7 +177,8 @@ class TensorSource(CaseSource):
 def _tensor(name: str, given: Any) -> Tensor:
     """A plain tensor, or an array as one that shares its memory if that is possible."""
     if isinstance(given, Tensor):
-        return given.as_subclass(Tensor)  # What MONAI keeps with a tensor would be carried along, also into files.
+        plain = given.as_subclass(Tensor)  # What MONAI keeps with a tensor would be carried along, also into files.
+        return plain.long() if plain.dtype in _UNSIGNED else plain
     if not isinstance(given, np.ndarray) or given.dtype.kind not in "fiub":
         raise InputError(f"{name} are {_in_words(given)}", expected="a tensor or a numpy array of numbers")
     array = np.ascontiguousarray(given, dtype=np.int64 if given.dtype.kind == "u" else given.dtype.newbyteorder("="))

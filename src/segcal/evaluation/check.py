@@ -71,7 +71,7 @@ class CheckReport:
     ignored: int = 0
     masked: int = 0
     blank: int = 0
-    like_probabilities: bool = True
+    like_probabilities: bool | None = None  # None until logits could be read
     problems: list[SegcalError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -297,7 +297,7 @@ def _check_voxels(case: Case, report: CheckReport, attempt: _Attempts, *, labell
             attempt.failed.add("image")
             report.problems.append(DataError("NaN or infinite values", case=source.id, where="image"))
         if logits is not None and rows.start == 0:
-            report.like_probabilities &= sum_to_one(logits)
+            report.like_probabilities = report.like_probabilities is not False and sum_to_one(logits)
         if logits is not None and labels is not None:
             _add_voxels(report, logits, labels, mask)
             agreement.add(rows, logits, labels)

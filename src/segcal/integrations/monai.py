@@ -21,7 +21,7 @@ from segcal.evaluation.plan import LOCAL, Plan
 from segcal.evaluation.results import POOLED
 from segcal.integrations.processes import of_all_processes
 from segcal.metrics import Column
-from segcal.scores import KINDS, multilabel_view
+from segcal.scores import KINDS, multilabel_view, presence, probabilities
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import Kind
 
@@ -304,12 +304,12 @@ class _Map:
         calibrator = self.calibrator.to(logits.device)
         if calibrator.channel_names is None:
             log_probs: Tensor = calibrator(logits, image)
-            return log_probs if self.output == "logits" else log_probs.exp()
+            return log_probs if self.output == "logits" else probabilities(log_probs, log_probs.dtype)
         items = []
         for index in range(len(logits)):
             some = slice(index, index + 1)
             both = calibrator(multilabel_view(logits[some], "logits"), None if image is None else image[some])
-            items.append(both[:, 1] - both[:, 0] if self.output == "logits" else both[:, 1].exp())
+            items.append(both[:, 1] - both[:, 0] if self.output == "logits" else presence(both, both.dtype))
         return torch.stack(items)
 
 

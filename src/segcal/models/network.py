@@ -19,7 +19,7 @@ from segcal.cases.splits import some
 from segcal.errors import DataError, InputError, SegcalError, check_name
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain
-from segcal.scores import KINDS, at_least_float32, log_clamped, multilabel_view
+from segcal.scores import KINDS, at_least_float32, log_clamped, multilabel_view, presence, probabilities
 from segcal.types import FitReport, Kind
 
 #: ``(images, model) -> output``: how the model is run, if not by ``model(images)``.
@@ -87,9 +87,13 @@ class CalibratedNetwork(nn.Module):
         return self._log_probs(self.scores(images))
 
     def predict_proba(self, images: Any) -> Tensor:
-        """Calibrated probabilities ``(N, C, *spatial)``."""
-        probabilities: Tensor = self(images).exp()
-        return probabilities
+        """Calibrated probabilities ``(N, C, *spatial)`` with the labels of ``predict``: their argmax, or above 0.5."""
+        scores = self.scores(images)
+        if self.calibrator.channels is not None:
+            pairs = [own(pair) for own, pair in self._by_channel(scores)]
+            return torch.stack([presence(pair, pair.dtype) for pair in pairs], 1)
+        log_probs = self._log_probs(scores)
+        return probabilities(log_probs, log_probs.dtype)
 
     def predict(self, images: Any) -> Tensor:
         """Labels ``(N, *spatial)``, or ``(N, K, *spatial)`` of 0 and 1 for K channels.

@@ -16,7 +16,7 @@ from segcal.cases.disk import check_labels
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases, looking
 from segcal.cases.oriented import Oriented, check_values, orient
-from segcal.cases.splits import by_group, check_splits, draw_parts, part_sizes
+from segcal.cases.splits import Groups, by_group, check_splits, draw_parts, part_sizes
 from segcal.errors import ConfigError, DataError, naming
 from segcal.training.config import PARTS, TrainingConfig
 
@@ -166,9 +166,9 @@ class Dataset:
 
 
 def split_names(
-    names: Sequence[str], shares: Sequence[float], seed: int, groups: str | None
+    names: Sequence[str], shares: Sequence[float], seed: int, groups: Groups | None
 ) -> dict[str, tuple[str, ...]]:
-    """A random split of names into ``PARTS`` that keeps groups (found by a regular expression) together.
+    """A random split of names into ``PARTS`` that keeps groups together.
 
     ``shares`` are those of the names; every part with a positive share gets at least one group.
 
