@@ -263,6 +263,8 @@ def test_other_formats_and_places_are_refused(s3, study, tmp_path, run):
         segcal.open_cases("s3://bucket/npy", layout="nnunet")
     with pytest.raises(DataError, match="s3://bucket/nothing: does not exist"):
         segcal.open_cases("s3://bucket/nothing")
+    with pytest.raises(OutputError, match=r"s3://none/new: s3://none does not exist; expected a bucket"):
+        segcal.write_dataset(scenes(1), "s3://none/new", format="zarr")
     with pytest.raises(InputError, match="ftp://host/study"):
         segcal.open_cases("ftp://host/study")
     code, _, error = run("evaluate", study, "-o", "s3://bucket/results.json")

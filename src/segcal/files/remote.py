@@ -165,7 +165,11 @@ class RemotePath(_Base):
         if self.listed_by_page:
             raise OutputError("cannot be written to", where=str(self), expected="a folder, s3:// or gs://")
         probe = self / f".segcal-probe-{secrets.token_hex(4)}"
-        probe.write_bytes(b"")
+        try:
+            probe.write_bytes(b"")
+        except FileNotFoundError as error:  # Folders need not exist there, buckets do.
+            problem, fix = f"{'//'.join(self.parts[:2])} does not exist", "create it, or correct the URL"
+            raise OutputError(problem, where=str(self), expected="a bucket", fix=fix) from error
         probe.unlink()
 
 
