@@ -5,13 +5,15 @@ from __future__ import annotations
 import copyreg
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
 #: The largest seed. Some libraries accept only 32 bits, and repeat k of a study uses seed + k.
 MAX_SEED = 2**31 - 1
+# Names of classes that a sentence lists.
+_LISTED = 20
 
 
 class SegcalError(ValueError):
@@ -153,6 +155,16 @@ def import_extra(library: str, extra: str, purpose: str) -> Any:
         return importlib.import_module(library)
     except ImportError:
         raise MissingExtraError(library, extra, purpose) from None
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are.
+
+    Examples:
+        >>> listed(["a", "b"]), listed([str(k) for k in range(1000)])[-23:]
+        ('a, b', '17, 18, 19 and 980 more')
+    """
+    return separator.join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:

@@ -111,6 +111,12 @@ def test_labels_of_any_integer_type(dtype, ignored):
     assert rows(segcal.evaluate(segcal.cases_from(z, y, mask=mask, ignore_index=ignored), metrics=METRICS)) == expected
 
 
+def test_a_batch_with_other_classes_is_not_blamed_on_its_labels():
+    z, y = data()
+    with pytest.raises(InputError, match="batch 1: logits have 2 classes; expected 3, as in the first batch"):
+        segcal.evaluate([(z[:3], y[:3]), (z[3:, :2], y[3:])])
+
+
 def test_masks_ids_and_groups(tmp_path):
     z, y = data()
     loader = DataLoader(Named(z, y), batch_size=3)

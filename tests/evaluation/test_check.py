@@ -90,6 +90,9 @@ def test_notes_on_what_is_legal_but_odd(tmp_path):
     assert np.isfinite(report.to_dict()["entropy"])
     np.save(root / "labels" / "case0.npy", np.zeros((9, 7), np.uint8))
     assert "never in the labels: 1, 2, 3" in segcal.check(root).notes
+    np.save(root / "logits" / "case0.npy", np.zeros((200, 9, 7), np.float32))
+    assert any(note.endswith("18, 19, 20 and 179 more") for note in segcal.check(root).notes)
+    np.save(root / "logits" / "case0.npy", z)
     np.save(root / "labels" / "case0.npy", np.full((9, 7), 255, np.uint8))
     report = segcal.check(root)
     assert "no valid voxel: everything is ignored or masked" in report.notes

@@ -94,6 +94,13 @@ def test_workers_give_the_same_values():
     assert sorted(told[2]) == sorted(told[1])
 
 
+def test_functions_that_workers_cannot_be_sent():
+    with pytest.raises(InputError, match="the mask rare cannot be sent to worker processes.*workers=1"):
+        evaluate(CASES, masks={"rare": lambda case: case.labels == 3}, workers=2)
+    with pytest.raises(InputError, match=r"the calibrator cannot be sent to worker processes.*workers=1"):
+        evaluate(CASES, lambda logits: logits.log_softmax(1), workers=2)
+
+
 def test_chunks_give_the_same_values(monkeypatch):
     whole = evaluate(CASES, Halved(), metrics=("nll", "ece", "ba-ece", "hd95"), regions=REGIONS)
     module = sys.modules["segcal.evaluation.measure"]

@@ -11,12 +11,12 @@ import pytest
 from datasets import plain
 from segcal.calibrators import CALIBRATORS, TemperatureScaling, load
 from segcal.cases import open_cases, write_dataset
-from segcal.cases.caseset import CaseRef
+from segcal.cases.caseset import CaseRef, Split
 from segcal.errors import InputError, OutputError, SegcalError
 from segcal.evaluation.evaluate import evaluate
 from segcal.study import Study, compare
 from segcal.study.splits import split_cases
-from segcal.study.summary.voxels import label_counts
+from segcal.study.summary.voxels import absent_classes, label_counts
 from segcal.study.work.store import Store, fingerprints
 from segcal.study.work.tasks import FitTask, run_fits
 from segcal.synthetic import Temperature, demo_plant, scenes
@@ -263,6 +263,14 @@ def test_a_class_that_calibration_never_sees_is_warned_of():
     study = compare(replace(cases, splits=names), ("ts",), 1, **QUICK)
     assert any("Class '1' does not occur in the calibration part" in text for text in study.document["warnings"])
     assert any("'1'" in text for text in study.recommendation["caveats"])
+
+
+def test_many_classes_that_calibration_never_sees_are_one_warning():
+    cases = scenes(4, size=(8, 8), num_classes=60)
+    counts = {name: [int(case > 1)] * 60 for case, name in enumerate(cases.ids)}
+    (warning,) = absent_classes(cases, [Split(cases[:2], cases[2:3], cases[3:])], counts)
+    assert warning.startswith("Classes '")
+    assert "and 40 more do not occur in the calibration part of repeat 1: nothing is learnt about them" in warning
 
 
 def _open_without_class_1(ref):

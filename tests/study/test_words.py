@@ -98,6 +98,14 @@ def test_one_test_case_is_no_evidence_either_way():
     assert told[2]["text"] == "ECE goes from 0.0500 to 0.0100."
 
 
+def test_nothing_is_said_of_ba_ece_where_there_is_no_boundary():
+    values = {"uncalibrated": (0.45, 0.0500), "ts": (0.15, 0.0100)}
+    evidence = evidence_of(values, "ts", cases=1)
+    undefined = {**evidence.differences["ts", "ece"], "mean": math.nan, "low": math.nan}
+    evidence.differences["ts", "ba-ece"] = undefined
+    assert not any("nan" in text for text in sentences(chosen("ts", values), evidence))
+
+
 def test_leaving_the_scores_as_they_are_says_why():
     values = {"uncalibrated": (0.45, 0.05), "ts": (0.45, 0.05)}
     evidence = evidence_of(values, "uncalibrated")

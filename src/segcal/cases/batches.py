@@ -119,11 +119,11 @@ class Declared(NamedTuple):
         """Check a batch of scores and labels, which has as many classes as the one before it, if there was one."""
         with naming(where=f"batch {number}"):
             batch = Batch.of(given, self.kind, multilabel=self.multilabel)
-            batch.check_values(self.ignore_index)
             self.check_channels(batch)
             classes = batch.scores.shape[1]
             if num_classes is not None and classes != num_classes:
                 raise InputError(f"logits have {classes} classes", expected=f"{num_classes}, as in the first batch")
+            batch.check_values(self.ignore_index)
         return batch
 
     def check_channels(self, batch: Batch) -> None:

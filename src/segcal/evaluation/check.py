@@ -22,7 +22,7 @@ from segcal.cases.layout import CaseFiles, Found
 from segcal.cases.open import find_cases, missing_labels, wrong_names
 from segcal.cases.oriented import SCORE_KEYS, missing_notes
 from segcal.cases.splits import in_no_part
-from segcal.errors import DataError, SegcalError, UnreachableError, left_for_later
+from segcal.errors import DataError, SegcalError, UnreachableError, left_for_later, listed
 from segcal.files.plain import plain
 from segcal.files.remote import as_path
 from segcal.metrics import Measure, accuracy, confidence_balance, entropy, nll
@@ -364,7 +364,7 @@ def _add_notes(report: CheckReport) -> None:
         names = report.channel_names or named or map(str, range(len(report.label_counts)))
         absent = [name for name, count in zip(names, report.label_counts, strict=True) if count == 0]
         if absent:
-            add(f"never in the labels: {', '.join(absent)}")
+            add(f"never in the labels: {listed(absent)}")
     if math.isinf(report.mean(nll)):
         add("some voxels have a label whose score is -inf: the NLL is infinite")
     if report.cases and not report.valid and not report.problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,9 @@ def evaluate_many(
     groups = cases.about_groups()  # A case without a group is an error before the work, not after it.
     for calibrator in calibrators.values():
         check_classes(cases, calibrator)
+    if workers > 1:
+        _check_sendable("calibrator", calibrators)
+        _check_sendable("mask", plan.masks)
     some = None if counted is None or set(counted) >= set(cases.ids) else frozenset(counted)
     shared = partial(in_shares, workers=workers, progress=progress)
     sums = shared(_measure_share, cases, plan, calibrators, some, unfinished, merge=_merged)
@@ -135,6 +139,19 @@ def evaluate_many(
             for name in calibrators
         }
     return {name: replace(own, pooled_intervals=intervals(own.sums, of_cases)) for name, own in whole.items()}
+
+
+def _check_sendable(kind: str, functions: Mapping[str, Any]) -> None:
+    """Raise if worker processes cannot be sent one of these functions, by name."""
+    for name, function in functions.items():
+        try:
+            pickle.dumps(function)
+        except Exception as error:
+            raise InputError(
+                f"{f'the {kind} {name}'.strip()} cannot be sent to worker processes ({error})",
+                expected="a function that can be pickled",
+                fix="workers=1, or functions and classes at the top of a module",
+            ) from None
 
 
 @dataclass

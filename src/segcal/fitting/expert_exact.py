@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from scipy.sparse import diags_array, kron
 
 from segcal.cases import CaseSet
+from segcal.errors import listed
 from segcal.fitting.data import Fitted
 from segcal.fitting.expert_form import ExpertForm, Quadratic, Strengths
 from segcal.fitting.expert_limited import solve_limited
@@ -63,8 +63,6 @@ _SHIFT_CURVATURE = 1e-2
 # Voxels that the map of all voxels is fitted to, unless its parameters need more; as many as the start of the experts'
 # own fit.
 _POOLED_VOXELS = 100_000 // 3
-# Class names that a note lists.
-_LISTED = 20
 
 
 def sample_voxels(form: ExpertForm, *, everything: bool) -> int:
@@ -186,8 +184,8 @@ def _penalties(
     parents, notes = centre, []
     if len(few) and experts > 1:
         parents = _pooled(form, first)
-        listed = _listed([f"{first.class_names[e]} ({voxels[e]:,})" for e in few])
-        notes.append(f"predicted too rarely for an expert of its own, so shrunk toward the pooled map: {listed}")
+        names = listed([f"{first.class_names[e]} ({voxels[e]:,})" for e in few])
+        notes.append(f"predicted too rarely for an expert of its own, so shrunk toward the pooled map: {names}")
     elif len(few):
         few_voxels = f"{voxels[0]:,} voxels are few for {size} parameters"
         notes.append(f"{few_voxels}, so the map is shrunk toward temperature scaling")
@@ -196,11 +194,11 @@ def _penalties(
         rows = _missing(seen, np.maximum(first.true, first.predicted), columns)
         strength[0, :, :-1] = np.maximum(strength[0, :, :-1], rows[:, None])
         if rows.any() and not len(few):
-            listed = _listed([f"{first.class_names[k]} ({seen[k]:,})" for k in np.flatnonzero(rows)])
-            notes.append(f"rarely true or predicted, so their weights are shrunk toward temperature scaling: {listed}")
+            names = listed([f"{first.class_names[k]} ({seen[k]:,})" for k in np.flatnonzero(rows)])
+            notes.append(f"rarely true or predicted, so their weights are shrunk toward temperature scaling: {names}")
     if len(absent):
-        listed = _listed([first.class_names[k] for k in absent])
-        notes.append(f"never true, so their part of the map is shrunk toward temperature scaling: {listed}")
+        names = listed([first.class_names[k] for k in absent])
+        notes.append(f"never true, so their part of the map is shrunk toward temperature scaling: {names}")
     penalties = []
     for e, parent in enumerate(parents.reshape(experts, -1)):
         penalty = Quadratic(outputs * columns)
@@ -251,11 +249,6 @@ def _pooled(form: ExpertForm, first: FirstPass) -> FloatArray:
     else:
         found = problem.solve(Newton(problem.on(first.sample)), problem.x(start), tolerance=1e-6)
     return np.clip(np.broadcast_to(problem.theta(found.value), form.shape), *form.bounds)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _sample_nll(sample: VoxelSample, mapping: ExpertMap | None = None) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from segcal.errors import listed
 from segcal.metrics.calibration import class_balances, confidence_balance
 from segcal.metrics.measure import Measure
 from segcal.regions import BANDS
@@ -124,7 +125,7 @@ def verdicts_in_words(verdicts: Mapping[str, str]) -> str:
     words: dict[str, list[str]] = {}
     for name, word in verdicts.items():
         words.setdefault(word, []).append(name)
-    return ", ".join(f"{word} in {' and '.join(names)}" for word, names in words.items())
+    return ", ".join(f"{word} in {listed(names, ' and ')}" for word, names in words.items())
 
 
 def _together(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

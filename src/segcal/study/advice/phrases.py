@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from segcal.errors import listed
 from segcal.study.settings import UNCALIBRATED
 
 
@@ -63,8 +64,8 @@ def ordinal(number: int) -> str:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """A list of names in quotes."""
-    return ", ".join(f"'{name}'" for name in names)
+    """A list of names in quotes, not of hundreds."""
+    return listed([f"'{name}'" for name in names])
 
 
 def joined(words: Sequence[str]) -> str:

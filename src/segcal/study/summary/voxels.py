@@ -15,7 +15,7 @@ import torch
 
 from segcal.cases import CaseSet
 from segcal.cases.caseset import Split
-from segcal.errors import naming
+from segcal.errors import listed, naming
 from segcal.regions import BANDS
 from segcal.regions.boundary import valid_voxels
 from segcal.study.settings import FLIPS
@@ -55,15 +55,18 @@ def part_voxels(cases: CaseSet, part: CaseSet, counts: Mapping[str, Sequence[int
 
 
 def absent_classes(cases: CaseSet, splits: Sequence[Split], counts: Mapping[str, Sequence[int]]) -> list[str]:
-    """A warning for every class that occurs in the cases but not in a calibration part."""
+    """A warning for every calibration part that lacks classes which occur in the cases."""
     everywhere = part_voxels(cases, cases, counts)
-    what = "Class" if cases.channel_names is None else "Channel"
-    return [
-        f"{what} '{name}' does not occur in the calibration part of repeat {repeat + 1}: nothing is learnt about it."
-        for repeat, split in enumerate(splits)
-        for name, count in part_voxels(cases, split.calibration, counts).items()
-        if count == 0 < everywhere[name]
-    ]
+    what = ("Class", "Classes") if cases.channel_names is None else ("Channel", "Channels")
+    found = []
+    for repeat, split in enumerate(splits):
+        own = part_voxels(cases, split.calibration, counts)
+        absent = [f"'{name}'" for name, count in own.items() if count == 0 < everywhere[name]]
+        some, do, them = (what[1], "do", "them") if len(absent) > 1 else (what[0], "does", "it")
+        part = f"the calibration part of repeat {repeat + 1}"
+        if absent:
+            found.append(f"{some} {listed(absent)} {do} not occur in {part}: nothing is learnt about {them}.")
+    return found
 
 
 def missed_classes(uncalibrated: Evaluation, columns: Sequence[tuple[str, str]]) -> list[str]:
