@@ -270,7 +270,7 @@ def without_softmax(best: float, place: str) -> InputError:
     if math.isnan(best):
         problem, fix = "NaN logits", "find where the network makes them; write 0 in padding, or mask the voxels"
     elif best > 0:
-        problem, fix = "infinite logits", "save float32 (float16 overflows above 65504)"
+        problem, fix = "infinite logits", "save float32, which overflows above 3e38 (float16 above 65504)"
     else:
         problem, fix = "every class is -inf", "leave at least one class possible, or mask the voxels"
     return InputError(f"{problem} {place}", expected="finite logits (-inf only for impossible classes)", fix=fix)

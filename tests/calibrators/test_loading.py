@@ -161,6 +161,11 @@ OUTSIDE = [
 ]
 
 
+def test_a_folder_is_no_calibrator(tmp_path):
+    with pytest.raises(DataError, match="is a folder"):
+        segcal.load(tmp_path)
+
+
 def test_every_calibrator_has_limits():
     assert {name for name, *_ in OUTSIDE} == set(CALIBRATORS)
 

@@ -124,6 +124,12 @@ def test_every_kind_of_calibrator_gives_the_same_values():
     assert voxelwise.value("flip") == 0
 
 
+@pytest.mark.parametrize("calibrator", ["cal.safetensors", 2.0])
+def test_what_is_no_calibrator_is_refused(calibrator):
+    with pytest.raises(InputError, match=r"the calibrator is .* segcal\.load"):
+        evaluate(CASES, calibrator)
+
+
 def test_undoing_the_planted_temperature_calibrates():
     before = evaluate(CASES, metrics=("nll",))
     after = evaluate(CASES, Halved(), metrics=("nll",))

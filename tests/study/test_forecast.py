@@ -180,8 +180,12 @@ def test_bad_arguments_are_refused(arguments, message):
         plan(scenes(10, size=(16, 20)), **arguments)
 
 
-def test_too_few_cases_are_refused():
-    with pytest.raises(InputError, match="leave the"):
-        plan(scenes(1, size=(16, 20)), ("ts",))
+def test_one_case_can_be_calibrated_and_not_compared():
+    forecast = plan(scenes(1, size=(16, 20)), ("ts",))
+    assert [row.command for row in forecast.rows if row.refused is None] == ["evaluate", "fit ts", "apply ts"]
+    assert forecast.row("compare ts").refused == "1 case leaves the validation part empty"
+
+
+def test_no_cases_are_refused():
     with pytest.raises(InputError, match="no cases"):
         DataSize.of(scenes(1, size=(16, 20))[:0])

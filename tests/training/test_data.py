@@ -50,6 +50,20 @@ def test_two_folders_are_one_dataset(root, tmp_path):
     assert len(open_dataset(config).parts(None, 0)["train"]) == 5
 
 
+def test_every_folder_has_its_own_groups(tmp_path):
+    """One has a table, the other a pattern."""
+    for name, groups in (("a", None), ("b", "^(b-image-00)")):
+        write_scans(tmp_path / name, 4, (8, 8), splits=False)
+        for path in [*(tmp_path / name).glob("*/*.npy")]:
+            path.rename(path.with_name(f"{name}-{path.name}"))
+        table = "\n".join(f'"a-image-00{n}" = "patient {n // 2}"' for n in range(4))
+        with (tmp_path / name / "segcal.toml").open("a") as file:
+            file.write(f"groups = '{groups}'\n" if groups else f"[groups]\n{table}\n")
+    groups = open_dataset(small(tmp_path / "a", data=[str(tmp_path / "a"), str(tmp_path / "b")])).declared.groups
+    assert [groups[f"a-image-00{n}"] for n in range(4)] == ["patient 0", "patient 0", "patient 1", "patient 1"]
+    assert {groups[f"b-image-00{n}"] for n in range(4)} == {"b-image-00"}
+
+
 def test_masks_channels_and_nifti(tmp_path):
     for folder in ("images", "labels", "masks"):
         (tmp_path / "d" / folder).mkdir(parents=True)

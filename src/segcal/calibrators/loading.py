@@ -56,6 +56,8 @@ def load(path: str | Path) -> Calibrator:
         ...     load(f"{folder}/cal.safetensors").temperature == calibrator.temperature
         True
     """
+    if Path(path).is_dir():
+        raise DataError("is a folder", where=str(path), expected="a file written by Calibrator.save")
     try:
         stored = _read(path)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:

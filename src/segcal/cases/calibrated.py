@@ -137,6 +137,12 @@ def check_classes(
         segcal.errors.InputError: the cases have the classes a, b, c, d, e, f; expected b, a, c, d, e, f, as the ...
     """
     if not isinstance(like, Classified):
+        if like is not None and not callable(like):
+            raise InputError(
+                f"the calibrator is {like!r}",
+                expected="a calibrator, a function of logits, or None",
+                fix="read it from its file by segcal.load",
+            )
         return
     if like.num_classes is None:
         raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")

@@ -194,16 +194,20 @@ def plan(
     ids = resolve_methods(methods, members=cases.num_members is not None)
     if repeats is not None:
         check_whole("repeats", repeats, 1)
-    splits, origin, notes = split_cases(cases, repeats, Settings(ids).fractions, Settings(ids).seed)
     size = DataSize.of(cases)
     found = machine or probe(cases, device or "cpu")
     model = Model(size, found)
     rows = [model.evaluate(), *(model.fit(id) for id in ids), *(model.apply(id) for id in ids)]
     fits = {row.command: row for row in rows}
     fitted = tuple(id for id in ids if fits[f"fit {id}"].refused is None)
-    parts = [tuple(len(part) for part in split) for split in splits]
-    rows.append(model.compare(ids, fitted, parts))
-    notes = [f"compare: {origin}", *notes]
+    try:
+        splits, origin, notes = split_cases(cases, repeats, Settings(ids).fractions, Settings(ids).seed)
+    except InputError as error:  # one large case can be calibrated, but not divided
+        rows.append(Row(f"compare {','.join(ids)}", 0.0, 0.0, 0.0, error.problem))
+        notes = []
+    else:
+        rows.append(model.compare(ids, fitted, [tuple(len(part) for part in split) for split in splits]))
+        notes = [f"compare: {origin}", *notes]
     if found.device != "cpu" and (trained := [id for id in ids if id in costs.TRAINED]):
         notes.append(f"the networks of {', '.join(trained)} train on the GPU, faster than on the CPU as shown")
     most, written = max(row.memory for row in rows), max(row.disk for row in rows)

@@ -60,7 +60,7 @@ def split_cases(
         for name, part in zip(Split._fields, split, strict=True):
             if not len(part):
                 raise InputError(
-                    f"{len(cases)} cases leave the {name} part empty",
+                    f"{len(cases)} case{'s leave' if len(cases) > 1 else ' leaves'} the {name} part empty",
                     where="splits" if cases.splits else "fractions",
                     expected=f"at least one case in each part, of {' / '.join(f'{f:g}' for f in fractions)}",
                     fix="give more cases, or larger shares",

@@ -16,7 +16,7 @@ from segcal.cases.disk import check_labels
 from segcal.cases.formats import open_array
 from segcal.cases.layout import CaseFiles, Found, Problems, attach, list_cases, looking
 from segcal.cases.oriented import Oriented, check_values, orient
-from segcal.cases.splits import Groups, by_group, check_splits, draw_parts, part_sizes
+from segcal.cases.splits import Groups, by_group, check_splits, draw_parts, group_of, part_sizes
 from segcal.errors import ConfigError, DataError, naming
 from segcal.training.config import PARTS, TrainingConfig
 
@@ -192,7 +192,9 @@ def split_names(
 def open_dataset(config: TrainingConfig) -> Dataset:
     """Find, open and check all scans in the folders of a configuration."""
     first, *others = [_open_folder(Path(folder), config) for folder in config.data]
-    scans, splits = dict(first.scans), dict(first.declared.splits)
+    scans, splits, groups = dict(first.scans), dict(first.declared.splits), first.declared.groups
+    if any(other.declared.groups != groups for other in others):
+        groups = {name: group_of(name, own.declared.groups or groups) for own in (first, *others) for name in own.scans}
     for folder, other in zip(config.data[1:], others, strict=True):
         if (other.classes, other.ignore_index) != (first.classes, first.ignore_index):
             raise DataError(
@@ -219,7 +221,7 @@ def open_dataset(config: TrainingConfig) -> Dataset:
             case=example.id,
             expected="volumes (z, y, x), as dims = 3" if config.dims == 3 else "images (y, x) or volumes (z, y, x)",
         )
-    return replace(first, scans=scans, declared=replace(first.declared, splits=splits))
+    return replace(first, scans=scans, declared=replace(first.declared, splits=splits, groups=groups))
 
 
 @looking()
