@@ -43,10 +43,10 @@ def show_forecast(forecast: Forecast) -> None:
     facts = new_table()
     facts.add_column(style="bold")
     stored = f", {bytes_in_words(data.stored)}" if data.stored else ""
-    sizes = f"{data.cases:,} cases, {data.voxels:,} voxels, {data.classes} classes"
+    sizes = f"{data.cases:,} case{'s' * (data.cases != 1)}, {data.voxels:,} voxels, {data.classes} classes"
     facts.add_row("data", f"{sizes}, {data.format}{stored}")
     speed = f"reads {machine.read / 1e6:,.0f} million scores/s, passes at {1 / machine.passes:.2g} x the reference"
-    facts.add_row("machine", f"{machine.device}, {machine.threads} threads, {speed}")
+    facts.add_row("machine", f"{machine.device}, {machine.threads} thread{'s' * (machine.threads != 1)}, {speed}")
     facts.add_row("free", f"{bytes_in_words(machine.memory)} of memory, {bytes_in_words(machine.disk)} of disk")
     show_table(facts)
     out.print()
