@@ -10,6 +10,7 @@ from segcal.cli.compare import Methods, Repeats, method_names
 from segcal.cli.console import new_table, out, show_notes, show_table, waiting
 from segcal.cli.data import Data, DeviceOption, Json, Labels, Layout, open_data
 from segcal.fitting.cost import bytes_in_words, seconds_in_words
+from segcal.study.advice.phrases import counted
 from segcal.study.forecast import Forecast, plan
 
 
@@ -43,10 +44,10 @@ def show_forecast(forecast: Forecast) -> None:
     facts = new_table()
     facts.add_column(style="bold")
     stored = f", {bytes_in_words(data.stored)}" if data.stored else ""
-    sizes = f"{data.cases:,} case{'s' * (data.cases != 1)}, {data.voxels:,} voxels, {data.classes} classes"
+    sizes = f"{counted(data.cases, 'case')}, {data.voxels:,} voxels, {data.classes} classes"
     facts.add_row("data", f"{sizes}, {data.format}{stored}")
     speed = f"reads {machine.read / 1e6:,.0f} million scores/s, passes at {1 / machine.passes:.2g} x the reference"
-    facts.add_row("machine", f"{machine.device}, {machine.threads} thread{'s' * (machine.threads != 1)}, {speed}")
+    facts.add_row("machine", f"{machine.device}, {counted(machine.threads, 'thread')}, {speed}")
     facts.add_row("free", f"{bytes_in_words(machine.memory)} of memory, {bytes_in_words(machine.disk)} of disk")
     show_table(facts)
     out.print()

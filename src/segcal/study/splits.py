@@ -15,6 +15,7 @@ from segcal.cases.calibrated import check_classes
 from segcal.cases.caseset import CaseRef, Split
 from segcal.cases.splits import in_no_part
 from segcal.errors import InputError
+from segcal.study.advice.phrases import counted
 from segcal.study.settings import Settings
 from segcal.study.work.store import fingerprints
 from segcal.training.shift import SEVERITIES, CorruptedCase, Severity
@@ -60,7 +61,7 @@ def split_cases(
         for name, part in zip(Split._fields, split, strict=True):
             if not len(part):
                 raise InputError(
-                    f"{len(cases)} case{'s leave' if len(cases) > 1 else ' leaves'} the {name} part empty",
+                    f"{counted(len(cases), 'case')} leave{'s' * (len(cases) == 1)} the {name} part empty",
                     where="splits" if cases.splits else "fractions",
                     expected=f"at least one case in each part, of {' / '.join(f'{f:g}' for f in fractions)}",
                     fix="give more cases, or larger shares",
