@@ -291,11 +291,11 @@ def _draw(results: Results, cases: CaseSet, calibrator: Calibrator | None, folde
 
 
 def split_metrics(text: str) -> tuple[str, ...]:
-    """Split at commas that are not inside brackets; 'all' is every metric."""
+    """Split at commas that are not inside brackets, each once; 'all' is every metric."""
     if text.strip() == "all":
         return tuple(METRICS)
     parts = re.split(r",(?![^\[]*\])", text)  # no "]" follows before the next "["
-    return tuple(part.strip() for part in parts if part.strip())
+    return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 def _with_interval(value: float, low: float, high: float, wide: bool) -> list[str]:
