@@ -43,6 +43,9 @@ _VALUES = (
     "nnunet", "plain",
 )  # fmt: skip
 
+# What names the file to write, which may exist.
+_OUTPUT = ("-o", "--output")
+
 
 class Options:
     """One command line in a folder of its own."""
@@ -90,7 +93,7 @@ class Options:
         return json.dumps(words)
 
     def judge(self, root: Path, kind: str) -> str:
-        """Run it: exit code 0, 1 or 2, a message if it is not 0, and what was there stays as it was."""
+        """Run it: exit code 0, 1 or 2, a message if it is not 0, and what was there stays as it was, but for ``-o``."""
         import segcal.cli
         import segcal.cli.commands
 
@@ -107,7 +110,10 @@ class Options:
         finally:
             os.chdir(place)
             sys.stdout, sys.stderr = streams
-        changed = [name for name, digest in before.items() if _hashes(root).get(name) != digest]
+        meant = {words[n + 1] for n, word in enumerate(words[:-1]) if word in _OUTPUT}
+        meant |= {word.partition("=")[2] for word in words if word.partition("=")[0] in _OUTPUT}
+        after = _hashes(root)
+        changed = [name for name, digest in before.items() if after.get(name) != digest and name not in meant]
         if changed:
             return f"FAIL changed {changed}"
         if code not in (0, 1, 2):

@@ -161,9 +161,11 @@ OUTSIDE = [
 ]
 
 
-def test_a_folder_is_no_calibrator(tmp_path):
+def test_a_folder_or_an_impossible_name_is_no_calibrator(tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         segcal.load(tmp_path)
+    with pytest.raises(DataError, match="cannot be read"):
+        segcal.load("a" * 300)
 
 
 def test_every_calibrator_has_limits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -56,7 +57,7 @@ def load(path: str | Path) -> Calibrator:
         ...     load(f"{folder}/cal.safetensors").temperature == calibrator.temperature
         True
     """
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 (Path.is_dir raises for names that no file can have)
         raise DataError("is a folder", where=str(path), expected="a file written by Calibrator.save")
     try:
         stored = _read(path)
