@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -238,9 +238,14 @@ def _ending_soon(words: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def leave(words: str, code: int = STOPPED) -> None:
-    """End this process at once: a normal exit would wait for running threads."""
+def leave(words: str, code: int = STOPPED) -> NoReturn:
+    """End this process at once and say why: a normal exit would wait for running threads."""
     err.print(words, markup=False, soft_wrap=True)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this process at once, with all that it has printed."""
     for console in (out, err):
         console.file.flush()
     sys.stdout.flush()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from segcal.cli.console import kept, leave
+from segcal.cli.console import end, kept, leave
 from segcal.errors import InputError
 from segcal.evaluation.evaluate import versions
 from segcal.parallel.ranks import joined, under_torchrun
@@ -26,9 +26,13 @@ def in_ranks(name: str, command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
-        if not under_torchrun() or name == _EQUALS:
+        if not under_torchrun():
             command(**arguments)
             return
+        if name == _EQUALS:
+            command(**arguments)
+            # Gloo's threads outlive a network wrapped for them, and would abort an interpreter that shuts down.
+            end(0)
         if name not in _SHARED or arguments.get("workers", 1) > 1:
             if os.environ["RANK"] != "0":  # Rank 0 says why, and fails the job.
                 return
