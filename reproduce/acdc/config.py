@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from reproduce.acdc.halved import halved
 from reproduce.common import Run
 from segcal.training import convert
 
@@ -17,6 +18,8 @@ TRAINING: dict[str, Any] = {
     "network": "unet", "width": 32, "depth": 5, "norm": "batch", "batch": 16, "epochs": 100, "learning_rate": 1e-3,
     "milestones": [50], "factor": 0.1, "augment": ["flip", "rotate"], "amp": True, "save_every": 20,
 }  # fmt: skip
+# At half the resolution, with a quarter of the features: half an hour a network on one core.
+HALF = {**TRAINING, "width": 8, "depth": 4, "amp": False}
 # In miniature: the same code in seconds.
 SMOKE = {**TRAINING, "width": 4, "depth": 2, "epochs": 4, "learning_rate": 0.02, "milestones": [3], "amp": False}
 # Seed of the split of patients, the same for all runs.
@@ -68,20 +71,25 @@ SENSITIVITY = {
 GROUPS = {"main": MAIN, "ablation": ABLATION, "sensitivity": SENSITIVITY}
 
 
-def images(data: Path, out: Path) -> Path:
-    """The folder of images, unpacked once and split 70/10/20 by patient."""
-    folder = out / "images"
+def images(data: Path, out: Path, *, half: bool = False) -> Path:
+    """The folder of images, unpacked once, at half the resolution if asked for, and split 70/10/20 by patient."""
+    folder, packed = out / "images", data / "acdc.npz"
     if not folder.is_dir():
         out.mkdir(parents=True, exist_ok=True)
-        print(convert(data / "acdc.npz", folder, seed=SPLIT_SEED), flush=True)
+        print(convert(halved(packed, out / "halved.npz") if half else packed, folder, seed=SPLIT_SEED), flush=True)
     return folder
 
 
 def runs(
-    data: str, *, only: Collection[str] = (), seeds: Collection[int] = SEEDS, compile: bool = False, smoke: bool = False
+    data: str,
+    training: dict[str, Any] = TRAINING,
+    *,
+    only: Collection[str] = (),
+    seeds: Collection[int] = SEEDS,
+    compile: bool = False,
 ) -> list[Run]:
     """The runs of some groups or rows: the main table, which alone has several seeds, before the others."""
-    keys = {**(SMOKE if smoke else TRAINING), "data": data, "compile": compile}
+    keys = {**training, "data": data, "compile": compile}
     found = []
     for group, losses in GROUPS.items():
         for seed in seeds if group == "main" else set(seeds) & {SEEDS[0]}:

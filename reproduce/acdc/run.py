@@ -2,8 +2,9 @@
 
 DATA holds ``acdc.npz``. OUT holds the images, checkpoints and kept weights, which may be thrown away in the end. The
 numbers go to ``reproduce/acdc/results``: ``runs.csv`` and ``cases.csv``. Call it again until it says that nothing is
-left: runs go on from their checkpoints, and what is in the CSV files is not done again. ``--smoke`` does all in
-miniature on a CPU, the post-hoc part and the tables included, with data of its own.
+left: runs go on from their checkpoints, and what is in the CSV files is not done again. ``--half`` trains small
+networks at half the resolution, for machines without a GPU; its numbers go to ``results/half``. ``--smoke`` does all
+in miniature on a CPU, the post-hoc part and the tables included, with data of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from reproduce.common import collect, recipe_parser, start, train_all
 
 def train(arguments: argparse.Namespace) -> None:
     """Train until all is done or time is up."""
-    options = {"only": arguments.only, "seeds": arguments.seeds, "compile": arguments.compile, "smoke": arguments.smoke}
-    wanted = config.runs(str(config.images(arguments.data, arguments.out)), **options)
-    train_all(wanted, config.KEPT, arguments)
+    training = config.SMOKE if arguments.smoke else config.HALF if arguments.half else config.TRAINING
+    if arguments.half:
+        arguments.out, arguments.results = arguments.out / "half", arguments.results / "half"
+    options = {"only": arguments.only, "seeds": arguments.seeds, "compile": arguments.compile}
+    images = config.images(arguments.data, arguments.out, half=arguments.half)
+    train_all(config.runs(str(images), training, **options), config.KEPT, arguments)
 
 
 def smoke() -> None:
@@ -39,7 +43,7 @@ def smoke() -> None:
         train(parser().parse_args([*common, "--parallel", "2", "--seeds", "0", "1", "--minutes", "10"]))
         posthoc.main([str(data), str(out), "--results", str(out / "results")])
         table.main(["--results", str(out / "results")])
-        wanted = config.runs("", seeds=(0, 1), smoke=True)
+        wanted = config.runs("", config.SMOKE, seeds=(0, 1))
         missing = {(run.name, str(run.seed)) for run in wanted} - collect(out, out / "results")
         assert not missing, missing
 
@@ -50,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="*", default=[], help="groups (main, ablation, sensitivity) or names of rows")
     found.add_argument("--seeds", type=int, nargs="*", default=config.SEEDS)
     found.add_argument("--compile", action="store_true", help="compile the networks")
+    found.add_argument("--half", action="store_true", help="small networks at half the resolution")
     return found
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from segcal.calibrators import EnsembleTemperatureScaling
-from segcal.calibrators.temperature import _label_log_parts, _log_parts
+from segcal.calibrators.ensemble_temperature import _label_log_parts, _log_parts
 from segcal.kernels import dispatch, fast_maps
 
 # Values of a whole that is worth a compiled loop.

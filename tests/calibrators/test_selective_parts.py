@@ -10,8 +10,8 @@ from scipy.optimize import minimize
 
 from calibrators.local_cases import Tensors, case_set
 from segcal.calibrators import SelectiveScaling, selective
+from segcal.calibrators.ensemble_temperature import _least_squares, _log_parts
 from segcal.calibrators.selective import _folded, _network, _selection_loss, paper_temperature
-from segcal.calibrators.temperature import _least_squares, _log_parts
 from segcal.fitting.data import FitData
 from segcal.fitting.measured import mean_loss
 from segcal.fitting.sampling import VoxelSample

@@ -160,7 +160,7 @@ def test_a_standard_error_of_zero_is_not_reported():
 
 
 def test_ets_that_is_ts_reports_no_standard_error(monkeypatch):
-    monkeypatch.setattr("segcal.calibrators.temperature.MIXTURE_VOXELS", 300)
+    monkeypatch.setattr("segcal.calibrators.ensemble_temperature.MIXTURE_VOXELS", 300)
     notes = EnsembleTemperatureScaling().fit(*tensors(2)[:2]).fit_report.notes
     assert not any("0.0e+00" in note for note in notes)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from segcal.calibrators.temperature import _label_log_parts, _log_parts_of_rows, _nll
+from segcal.calibrators.ensemble_temperature import _label_log_parts, _log_parts_of_rows, _nll
 from segcal.fitting.expert_sums import Rows
 from segcal.kernels import row_loops
 from segcal.kernels.pieces_cpu import in_ranges, in_turn

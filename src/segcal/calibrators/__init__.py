@@ -16,6 +16,7 @@ from __future__ import annotations
 from segcal.calibrators.base import CALIBRATORS as CALIBRATORS, Calibrator as Calibrator, registered
 from segcal.calibrators.loading import load as load
 from segcal.calibrators.temperature import *
+from segcal.calibrators.ensemble_temperature import *
 from segcal.calibrators.experts import *
 from segcal.calibrators.local import *
 from segcal.calibrators.selective import *
