@@ -10,6 +10,7 @@ import segcal
 SOURCE = Path(segcal.__file__).parent
 LAYERS = [
     {"errors"},
+    {"checks", "transfer"},
     {"types", "files", "inference", "parallel"},
     {"scores"},
     {"kernels"},

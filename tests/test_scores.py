@@ -5,12 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segcal.checks import check_like, checked_labels
 from segcal.errors import InputError
 from segcal.scores import (
     DEPTH,
     canonical_logits,
-    check_like,
-    checked_labels,
     free_energy,
     multilabel_view,
     pool,

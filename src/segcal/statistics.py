@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segcal.checks import checked_labels
 from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
 from segcal.kernels.atoms import add_distances, atoms_of, check_tensors, region_masks
 from segcal.kernels.tally import Total
-from segcal.scores import checked_labels
 
 EVERYTHING = "everything"
 #: A region, or several for their intersection.

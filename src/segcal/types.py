@@ -9,9 +9,9 @@ channels is a two-class problem of its own (N = K, C = 2). Volumes are ``(depth,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segcal.errors import InputError, check_name
+from segcal.transfer import moved
 
 FloatArray = NDArray[np.float64]
 Kind = Literal["logits", "probs"]
@@ -362,32 +363,6 @@ class _Channel:
 
     def _own(self, whole: Any) -> Any:
         return None if whole is None else whole[self._index : self._index + 1]
-
-
-def moved(
-    tensor: Tensor | None, device: torch.device | None, convert: Callable[[Tensor], Tensor] = lambda there: there
-) -> Tensor | None:
-    """A tensor on a device, converted there; None for the device leaves it where it is.
-
-    CUDA devices get it from page-locked memory by a stream of its own, so that they compute while they read.
-    """
-    if tensor is None:
-        return None
-    if device is None or tensor.device == device:
-        return convert(tensor)
-    if device.type != "cuda":
-        return convert(tensor.to(device))
-    with torch.cuda.stream(_copies(device)) as _:
-        there = convert(tensor.pin_memory().to(device, non_blocking=True))
-        torch.cuda.current_stream(device).synchronize()
-    there.record_stream(torch.cuda.default_stream(device))
-    return there
-
-
-@cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies to a device."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def row_slices(shape: tuple[int, ...], values: int = CHUNK_VALUES) -> Iterator[slice]:

@@ -22,7 +22,8 @@ from segcal.fitting.limits import BETA, Limits
 from segcal.fitting.measured import compared, mean_loss
 from segcal.kernels import cuda_kernels, fast_maps, recording
 from segcal.scores import DEPTH, at_least_float32, keep_argmax
-from segcal.types import Case, moved, row_slices
+from segcal.transfer import moved
+from segcal.types import Case, row_slices
 
 __all__ = ["ImageTemperatureScaling", "LocalTemperatureScaling", "TranslationInvariantLocalTemperature"]
 

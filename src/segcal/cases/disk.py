@@ -23,7 +23,8 @@ from segcal.cases.oriented import Oriented
 from segcal.errors import ConfigError, DataError, naming
 from segcal.files.remote import RemotePath
 from segcal.scores import Pool, canonical_logits, one_channel
-from segcal.types import CHUNK_VALUES, Kind, moved, row_slices
+from segcal.transfer import moved
+from segcal.types import CHUNK_VALUES, Kind, row_slices
 
 # Scores pooled at once: 4 MB of float64, which stay in cache between the steps.
 _POOL_VALUES = 2**19

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseRef, CaseSet
 from segcal.cases.disk import check_labels
+from segcal.checks import checked_labels, checked_mask
 from segcal.errors import InputError, check_name
-from segcal.scores import canonical_logits, checked_labels, checked_mask, sum_to_one
+from segcal.scores import canonical_logits, sum_to_one
 from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind
 
 # The number of cases that the images of a tensor are divided into, if there are that many.

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segcal.checks import checked_labels
 from segcal.kernels import Voxels
 from segcal.kernels.atoms import check_tensors
 from segcal.parallel.threads import torch_threads
 from segcal.regions import CaseRegions
-from segcal.scores import checked_labels
 from segcal.types import row_slices
 
 #: The names of the maps.

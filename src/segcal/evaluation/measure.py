@@ -13,6 +13,7 @@ from torch import Tensor
 
 from segcal.cases.calibrated import AnyCalibrator, RowStream, as_calibrator
 from segcal.cases.device import fewer_rows
+from segcal.checks import checked_mask
 from segcal.evaluation.plan import LOCAL, Plan
 from segcal.evaluation.results import POOLED, Row
 from segcal.evaluation.rows import CaseRows
@@ -21,7 +22,6 @@ from segcal.metrics import METRICS, Column, Measure, SecondPass
 from segcal.metrics.surfaces import class_mean, foreground, surface_distances
 from segcal.parallel.threads import torch_threads
 from segcal.regions import BANDS, Window, local_patches
-from segcal.scores import checked_mask
 from segcal.statistics import EVERYTHING, VoxelStatistics
 from segcal.types import CHUNK_VALUES, Case, row_slices
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from segcal.checks import check_like
 from segcal.errors import InputError
 from segcal.kernels.dispatch import fast_distances
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import PIECE_VOXELS, Voxels
-from segcal.scores import check_like
 
 _MAX_ATOMS = 256  # a slot is a uint8
 # Voxels of a part on a GPU: 128 MB of codes.

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from segcal.checks import checked_labels
 from segcal.errors import InputError
-from segcal.scores import checked_labels
 
 Reduction = Literal["mean", "sum", "none"]
 Weights = Tensor | Sequence[float]

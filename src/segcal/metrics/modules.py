@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from segcal.checks import checked_labels
 from segcal.errors import InputError, MissingExtraError, check_name, did_you_mean
 from segcal.metrics import METRICS, MetricSpec, options_of, reliability
-from segcal.scores import KINDS, canonical_logits, checked_labels
+from segcal.scores import KINDS, canonical_logits
 from segcal.statistics import Layout, VoxelStatistics
 from segcal.types import Kind
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segcal.checks import checked_mask
 from segcal.errors import InputError, check_name
 from segcal.regions.boundary import CHUNK, boundary_region, checked_spacing, distance_to, label_boundary, valid_voxels
-from segcal.scores import checked_mask
 
 #: Distances between which the bands lie (Kirscher et al., appendix C), and the ids of the bands.
 BAND_EDGES = (0.0, 3.0, 7.0, 15.0, math.inf)

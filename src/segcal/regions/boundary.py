@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
+from segcal.checks import checked_mask
 from segcal.errors import InputError
 from segcal.kernels.dispatch import fast_distances
-from segcal.scores import checked_mask
 
 # Voxels to work on at once: arrays of about 32 MB, where those of whole volumes would take gigabytes.
 CHUNK = 2**22
