@@ -62,8 +62,8 @@ def connected_to_border(background: Array) -> Array:
         background: ``(*spatial)`` bool, True where the scores are exactly (1, 0, ..., 0).
 
     Examples:
-        >>> connected_to_border(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum()
-        np.int64(8)
+        >>> int(connected_to_border(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).sum())
+        8
     """
     from scipy import ndimage  # slow to import, and rarely needed
 

@@ -73,8 +73,8 @@ def reliability(
     Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([1, 0]))
-        >>> reliability(stats).accuracy[-1]
-        np.float64(0.5)
+        >>> float(reliability(stats).accuracy[-1])
+        0.5
     """
     if predicted is not None and probability_of is not None:
         raise InputError("both predicted and probability_of are given", expected="at most one of them")
@@ -97,8 +97,8 @@ def predicted_reliability(
     Examples:
         >>> import torch
         >>> stats = VoxelStatistics(2).update(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([1, 0]))
-        >>> [one.count.sum() for one in predicted_reliability(stats)]
-        [np.int64(0), np.int64(2)]
+        >>> [int(one.count.sum()) for one in predicted_reliability(stats)]
+        [0, 2]
     """
     total, starts = statistics.total(region), class_grid(statistics).starts(num_bins)
     return [_of_predicted(total, starts, k) for k in range(statistics.num_classes)]

@@ -43,8 +43,7 @@ class RecordedStep(Generic[Batch]):
 
     def __call__(self, batch: Batch) -> Tensor:
         """The step's result for a batch."""
-        leaves, form = tree_flatten(batch)
-        shape = form, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves)
+        (leaves, form), shape = tree_flatten(batch), _shape(batch)
         if shape not in self._graphs:
             self._seen[shape] = self._seen.get(shape, 0) + 1
             if self._seen[shape] <= _FIRST or len(self._graphs) == _SHAPES:
@@ -60,6 +59,13 @@ class RecordedStep(Generic[Batch]):
             leaf.copy_(new)
         recorded.graph.replay()
         return recorded.output.clone()
+
+
+def _shape(batch: Any) -> Any:
+    """What a recorded step must find again: tuples of shapes and types."""
+    if isinstance(batch, tuple):
+        return tuple(map(_shape, batch))
+    return None if batch is None else (batch.shape, batch.dtype)
 
 
 @contextmanager

@@ -43,8 +43,8 @@ class Temperature(Plant):
     Examples:
         >>> import numpy as np
         >>> grid = Grid((8, 8), (1.0, 1.0))
-        >>> Temperature(2.0).apply(np.ones((3, 8, 8)), grid, np.random.default_rng(0))[0].max()
-        np.float64(2.0)
+        >>> float(Temperature(2.0).apply(np.ones((3, 8, 8)), grid, np.random.default_rng(0))[0].max())
+        2.0
     """
 
     value: float = 2.0
