@@ -9,7 +9,7 @@ SEGCAL_SEED ?= $(shell date +%-j)
 # Bytecode is kept, whatever the shell says: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test torture faults mutation test-integrations lint audit bench reproduce-smoke completions dist check-dist docs clean
+.PHONY: demo test torture faults mutation test-integrations test-lowest lint audit bench reproduce-smoke completions dist check-dist docs clean
 
 demo: $(SETUP)
 	$(BIN)/segcal demo
@@ -38,6 +38,15 @@ lint: $(SETUP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing
+
+# With the oldest versions that pyproject.toml allows. They take gigabytes, as torch of then has no small CPU build on the
+# index, and warn of what was new since. Not in CI.
+test-lowest:
+	$(PYTHON) -m venv .venv/lowest
+	.venv/lowest/bin/pip install -q uv
+	.venv/lowest/bin/uv pip install -q --python .venv/lowest/bin/python --resolution lowest-direct -e '.[all]'
+	.venv/lowest/bin/pip install -q pytest pytest-xdist hypothesis
+	.venv/lowest/bin/pytest -o filterwarnings=default --ignore tests/integrations $(addprefix --ignore ,$(TORTURE))
 
 # Known vulnerabilities of the pinned set-up, in an environment of its own. Asks the index of packages.
 audit:

@@ -104,7 +104,7 @@ def test_mistakes_are_named_before_any_work(run, tmp_path):
 def test_help_teaches(run):
     code, text, _ = run("compare", "--help")
     assert code == 0
-    for word in ("decision-preserving", "--translation-invariant", "--resume", "Example: segcal compare"):
+    for word in ("decision-preserving", "--translation-inv", "--resume", "Example: segcal compare"):
         assert word in text
 
 

@@ -19,6 +19,7 @@ from segcal.kernels.fitting_passes import _survey as survey_definition
 from segcal.kernels.grid import BinGrid
 from segcal.kernels.voxels import AffineMap, Voxels
 
+pytest.importorskip("triton", minversion="3.4")
 cuda = pytest.importorskip("segcal.kernels.cuda")
 cuda_tally = pytest.importorskip("segcal.kernels.cuda_tally")
 

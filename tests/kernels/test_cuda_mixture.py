@@ -9,9 +9,9 @@ import torch
 from segcal.calibrators import EnsembleTemperatureScaling
 from segcal.scores import keep_argmax, only_possible
 
+triton = pytest.importorskip("triton", minversion="3.4")
 cuda = pytest.importorskip("segcal.kernels.cuda")
 maps = pytest.importorskip("segcal.kernels.cuda_maps")
-triton = pytest.importorskip("triton")
 tl = triton.language
 
 pytestmark = [

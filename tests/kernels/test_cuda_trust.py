@@ -13,6 +13,7 @@ from segcal.calibrators.trust.rising import apply_rising, bin_centres
 from segcal.calibrators.trust.slopes import COLUMNS, linear_correction
 from segcal.synthetic import scenes
 
+pytest.importorskip("triton", minversion="3.4")
 cuda_trust = pytest.importorskip("segcal.kernels.cuda_trust")
 
 pytestmark = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from segcal.errors import InputError
+from segcal.errors import InputError, SegcalError
 from segcal.kernels import device_torch, dispatch, fitting_passes, reference
 from segcal.kernels.fitting_passes import _sums as temperature_definition
 from segcal.kernels.grid import BinGrid
@@ -141,6 +141,19 @@ def test_the_first_unfit_voxel_is_named(value: float) -> None:
     given.labels[1, 2, 3] = 7
     with pytest.raises(InputError, match=r"label 7 at voxel \(1, 2, 3\)"):
         device_torch.tally(given, 1)
+
+
+@pytest.mark.parametrize(("version", "compiles"), [("3.3.1", False), ("3.4.0+git1", True), ("4.0.0", True)])
+def test_a_triton_that_cannot_compile_the_loops_is_not_used(monkeypatch, version: str, compiles: bool) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "_DEVICES", {"numba": "none", "triton": DEVICE})
+    monkeypatch.setattr("triton.__version__", version)
+    given = voxels(4)
+    assert (dispatch._kernels(given, "auto") is device_torch) != compiles
+    assert (dispatch.fast_distances(torch.ones(3, 3)) is None) == (DEVICE == "cpu" or not compiles)
+    if not compiles:
+        with pytest.raises(SegcalError, match=r"needs triton 3\.4 or newer.*torch>=2\.8"):
+            dispatch._kernels(given, "triton")
 
 
 def test_it_is_chosen_where_triton_is_missing(monkeypatch) -> None:

@@ -121,6 +121,7 @@ def test_what_does_not_count_adds_no_distance(ignored, masked):
 @pytest.mark.cuda
 @pytest.mark.parametrize(("shape", "spacing"), SHAPES)
 def test_the_triton_kernels_are_their_twins(shape, spacing, monkeypatch):
+    pytest.importorskip("triton", minversion="3.4")
     cuda = pytest.importorskip("segcal.kernels.cuda_distance")
     if DEVICE == "cpu":  # The interpreter takes as long for every program, however little it does.
         monkeypatch.setattr(cuda, "_BLOCK", 1024)

@@ -27,8 +27,14 @@ _LARGE_MAP = 2**14
 _BYTE_CLASSES = 255
 # The most classes of which a block of voxels fits the registers of a GPU's processor.
 _TILE_CLASSES = 1024
+# The oldest triton that compiles the loops for GPUs, which torch 2.8 brings; earlier ones have no tuples.
+_TRITON = (3, 4)
 # Where each backend's loops run.
 _DEVICES = {"numba": "cpu", "triton": "cuda"}
+_NEEDED = {
+    "numba": ("numba", "pip install numba"),
+    "triton": ("triton {}.{} or newer".format(*_TRITON), "pip install 'torch>=2.8', which brings it"),
+}
 _WORDS = {"numba": "the CPU", "triton": f"a CUDA device and at most {_TILE_CLASSES} classes"}
 
 
@@ -135,9 +141,17 @@ def _suits(backend: str, logits: Tensor) -> bool:
 def _compiled(name: str) -> ModuleType | None:
     """A module of compiled loops; None without numba or triton, which have no wheel for every platform."""
     try:
+        if name.startswith("cuda") and not _triton_compiles():
+            return None
         return import_module(f"segcal.kernels.{name}")
     except ImportError:
         return None
+
+
+def _triton_compiles() -> bool:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= _TRITON
 
 
 def _kernels(voxels: Voxels, backend: Backend) -> ModuleType:
@@ -156,7 +170,8 @@ def _kernels(voxels: Voxels, backend: Backend) -> ModuleType:
     elif backend == "triton" or (backend == "auto" and _suits("triton", logits)):
         module = _compiled("cuda") or (device_torch if backend == "auto" else None)
     if module is None and backend != "auto":
-        raise SegcalError(f"backend {backend!r} needs {backend}, which is not installed", fix=f"pip install {backend}")
+        what, fix = _NEEDED[backend]
+        raise SegcalError(f"backend {backend!r} needs {what}, which is not installed", fix=fix)
     return module or reference
 
 

@@ -12,9 +12,10 @@ import os
 import pickle
 import re
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from segcal.errors import InputError, RankError
 Progress = Callable[[str], None]
 # How long a rank waits for another one, which may be busy alone. A connection that breaks ends the wait at once.
 _PATIENCE = timedelta(days=7)
+# How much of what was shared is kept: a length and a content for each of the last eight times.
+_SHARED = 16
 _this: Ranks | None = None  # this process as a rank
 _free = False  # whether the other ranks wait for work of this one
 _told = "told"  # in the store: how many names of progress there are, and each of them
@@ -60,6 +63,10 @@ class Ranks:
     world: int
     store: Any
     read: int = 0  # names of progress that were read
+    # What was shared last. Gloo's threads let go of it a moment later; were they the last to hold it, they would take
+    # Python's lock to free it. With older versions of torch (2.6), whoever destroys the group holds that lock and waits
+    # for these threads: for ever.
+    shared: deque[Any] = field(default_factory=lambda: deque(maxlen=_SHARED))
 
     def run(
         self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], merge: Callable[[Any, Any], Any],
@@ -126,11 +133,19 @@ class Ranks:
 
     def _share(self, content: bytes) -> bytes:
         """What rank 0 gives, on every rank."""
+        import torch
         from torch import distributed
 
-        box: list[Any] = [content]
-        distributed.broadcast_object_list(box, 0)
-        return bytes(box[0])
+        def sent(tensor: torch.Tensor) -> torch.Tensor:
+            self.shared.append(tensor)
+            distributed.broadcast(tensor, 0)
+            return tensor
+
+        length = int(sent(torch.tensor([len(content)])))
+        if length == 0:
+            return b""
+        there = bytearray(content) if self.rank == 0 else bytearray(length)
+        return sent(torch.frombuffer(there, dtype=torch.uint8)).numpy().tobytes()
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
