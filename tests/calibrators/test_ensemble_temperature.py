@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reference.calibrators import drawn, ets, least, nll
-from segcal.calibrators import EnsembleTemperatureScaling, TemperatureScaling, temperature
+from segcal.calibrators import EnsembleTemperatureScaling, TemperatureScaling, ensemble_temperature
 from segcal.errors import InputError
 from segcal.scores import keep_order
 from segcal.synthetic import ConfidentlyWrong, Temperature, scenes, true_calibration_error
@@ -107,7 +107,7 @@ PLANT = [Temperature(0.5), ConfidentlyWrong(0.05, depth=5.0)]
 def test_passes_over_everything_find_what_the_whole_does(objective, monkeypatch):
     cases = scenes(5, size=(32, 40), plant=PLANT, ignored=0.1)
     exact = EnsembleTemperatureScaling(objective).fit(cases)
-    monkeypatch.setattr(temperature, "MIXTURE_VOXELS", 1500)
+    monkeypatch.setattr(ensemble_temperature, "MIXTURE_VOXELS", 1500)
     streamed, sampled = (EnsembleTemperatureScaling(objective).fit(cases, voxels=voxels) for voxels in ("all", "auto"))
     assert exact.fit_report.voxels_used == streamed.fit_report.voxels_used == exact_voxels(cases)
     assert streamed.fit_report.nll_after == pytest.approx(exact.fit_report.nll_after, abs=1e-8)
@@ -123,7 +123,7 @@ def test_passes_over_everything_find_what_the_whole_does(objective, monkeypatch)
 
 
 def test_a_label_without_any_probability_is_met_by_the_uniform_part(monkeypatch):
-    monkeypatch.setattr(temperature, "MIXTURE_VOXELS", 500)
+    monkeypatch.setattr(ensemble_temperature, "MIXTURE_VOXELS", 500)
     z, y = noisy(20_000, share=0.0)
     z = z / 2
     z[-1], y[-1] = torch.tensor([990.0, 0.0, 0.0, 0.0]), 1
@@ -202,7 +202,7 @@ def test_unknown_objectives_are_refused():
 
 def test_weights_of_least_squares_that_are_worse_than_the_identity_are_not_kept(monkeypatch):
     z, y = noisy(500)
-    monkeypatch.setattr(temperature, "_least_squares", lambda *_: np.array([0.0, 0.0, 1.0]))
+    monkeypatch.setattr(ensemble_temperature, "_least_squares", lambda *_: np.array([0.0, 0.0, 1.0]))
     calibrator = EnsembleTemperatureScaling("mse").fit(z, y)
     assert calibrator.weights.tolist() == [1, 0, 0]
     assert "no mixture is better than the temperature alone, which is kept" in calibrator.fit_report.notes

@@ -3,7 +3,7 @@
 import pytest
 
 from pretended_ranks import pretended_ranks
-from segcal.calibrators import CALIBRATORS, selective, temperature
+from segcal.calibrators import CALIBRATORS, ensemble_temperature, selective
 from segcal.fitting import expert_exact
 from segcal.study.tuning import tune
 from segcal.synthetic import SpatialTemperature, scenes
@@ -28,7 +28,7 @@ def assert_same(mine, own):
 def test_fits_are_those_of_one_process(method, monkeypatch):
     # Fewer than the cases have: exact fits read all cases in every pass.
     monkeypatch.setattr(expert_exact, "SAMPLE_VOXELS", 2000)
-    monkeypatch.setattr(temperature, "MIXTURE_VOXELS", 2000)
+    monkeypatch.setattr(ensemble_temperature, "MIXTURE_VOXELS", 2000)
     monkeypatch.setattr(selective, "_EPOCHS", 3)
     if method == "cdc":
         monkeypatch.setattr(expert_exact, "_DAMPED_PASSES", 3)  # of about ninety
