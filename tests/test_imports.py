@@ -25,7 +25,13 @@ def test_importing_segcal_imports_nothing_heavy():
 
 def test_all_public_names_cost_little_more_than_torch():
     every = "import segcal\nfor name in segcal.__all__: getattr(segcal, name)"
-    assert brought_along(every, after="import torch, scipy.optimize") <= {"PIL", "tifffile", "scipy", "safetensors"}
+    assert brought_along(every, after="import torch, scipy.optimize") <= {
+        "PIL",
+        "tifffile",
+        "scipy",
+        "safetensors",
+        "numpy",
+    }
 
 
 def test_help_version_and_completion_import_no_library():

@@ -118,7 +118,9 @@ def background_in_part():
 
 
 @pytest.mark.parametrize("folder", ["labels", "masks"])
-@pytest.mark.parametrize("options", [{}, {"zarr_format": 2}, {"shards": (4, 4)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"zarr_format": 2}, {"zarr_format": 2, "fill_value": None}, {"shards": (4, 4)}], ids=str
+)
 def test_label_maps_without_their_zero_chunks_are_read_and_noted(tmp_path, folder, options):
     root = dataset(tmp_path)
     y = background_in_part()

@@ -52,19 +52,25 @@ class ZarrFile(base.ArrayFile):
 
     def stored(self) -> base.Stored:
         """Which chunks are on disk. They are found by listing files, so a wrong huge shape costs nothing."""
-        inner, fill, complete = self._node.chunks, self._node.fill_value, bool(self._node.attrs.get(_COMPLETE))
+        inner, complete = self._node.chunks, bool(self._node.attrs.get(_COMPLETE))
         with base.reading(self.path):
             files = self._chunk_files()
             there = len(files) if self._outer == inner else self._count_inner(files)
         chunks = math.prod(_parts(self.shape, inner))
-        return base.Stored(chunks, there, 0 if fill is None else fill.item(), not complete)
+        return base.Stored(chunks, there, self._fill.item(), not complete)
 
     def holds_fill(self) -> bool:
         """Whether a stored chunk holds nothing but the fill value, bit for bit: 0.0 and -0.0 differ."""
         return any(
-            block.tobytes() == np.full(block.shape, self._node.fill_value, block.dtype).tobytes()
+            block.tobytes() == np.full(block.shape, self._fill, block.dtype).tobytes()
             for block in (self.read(self._region(place)) for place in self._chunk_files())
         )
+
+    @property
+    def _fill(self) -> Any:
+        """What missing chunks read as: 0 where version 2 of the format leaves it open."""
+        fill = self._node.fill_value
+        return np.zeros((), self.dtype)[()] if fill is None else fill
 
     def _region(self, place: tuple[int, ...]) -> base.Index:
         """The part of the array that the file at this position in the grid holds."""
