@@ -44,7 +44,7 @@ lint: $(SETUP)
 test-lowest:
 	$(PYTHON) -m venv .venv/lowest
 	.venv/lowest/bin/pip install -q uv
-	.venv/lowest/bin/uv pip install -q --python .venv/lowest/bin/python --resolution lowest-direct -e '.[all]'
+	.venv/lowest/bin/uv pip install -q --python .venv/lowest/bin/python --resolution lowest-direct -e '.[all,monai]'
 	.venv/lowest/bin/pip install -q pytest pytest-xdist hypothesis
 	.venv/lowest/bin/pytest -o filterwarnings=default --ignore tests/integrations $(addprefix --ignore ,$(TORTURE))
 
