@@ -86,7 +86,11 @@ def test_forged_tensors_are_refused(saved, tmp_path):
             tensor.long(), tensor[None], tensor.flatten()[:0], torch.cat((tensor.flatten(), tensor.flatten())),
             torch.full_like(tensor, torch.nan), torch.full_like(tensor, torch.inf), torch.zeros(2**20),
         ):  # fmt: skip
-            save_file({**tensors, name: forged.contiguous()}, path, metadata)
+            try:
+                save_file({**tensors, name: forged.contiguous()}, path, metadata)
+            except KeyError:
+                assert forged.is_complex()  # before safetensors 0.6.1
+                continue
             assert attempt(path) is None
         save_file({other: t for other, t in tensors.items() if other != name}, path, metadata)
         assert attempt(path) is None
