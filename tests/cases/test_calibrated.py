@@ -1,12 +1,15 @@
 """Whoever shows what a calibrator makes of a case shows the same."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
+from typing_extensions import get_protocol_members
 
 import segcal
 from segcal.calibrators import CALIBRATORS
-from segcal.cases.calibrated import CaseCalibrator, as_calibrator, case_scores, score_pieces
+from segcal.cases.calibrated import CaseCalibrator, PerChannel, as_calibrator, case_scores, score_pieces
 from segcal.cli.demo import _true_error
 from segcal.errors import InputError, SegcalError
 from segcal.evaluation.apply import apply, write_maps
@@ -48,6 +51,9 @@ def nll(log_probs, case):
 def test_what_evaluation_sees_is_declared(fitted):
     assert isinstance(fitted, CaseCalibrator)
     assert as_calibrator(fitted) is fitted
+    # From Python 3.12 on, isinstance does not look where a module keeps its buffers and parts.
+    for name in get_protocol_members(CaseCalibrator) | get_protocol_members(PerChannel):
+        inspect.getattr_static(fitted, name)
 
 
 def test_maps_show_the_pieces(fitted, tmp_path):

@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
-
 from datasets import plain
 from segcal.cases.formats import SCORE_FORMATS
 
@@ -87,8 +85,8 @@ def test_disks_that_are_full_and_files_that_may_not_grow(tmp_path):
     command = [sys.executable, "-c", SCRIPT, data, *([full] if possible else []), limited]
     done = subprocess.run([*small_disk, *command] if possible else command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # -7 would be the SIGBUS of a mapped file
-    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # earlier ones leave a zip file open when they cannot go on
-        assert done.stderr == ""
+    # Some versions of numpy and gzip leave a file open when they cannot go on, and say so later.
+    assert done.stderr.count("Traceback") == done.stderr.count("Exception ignored in")
     found = json.loads(done.stdout)
     assert len(found) == (7 + len(SCORE_FORMATS)) * (2 if possible else 1)
     for name, (kind, text, left) in found.items():

@@ -6,8 +6,8 @@ module alone decides what a calibrator gets to see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,8 +63,8 @@ class PerChannel(Classified, Protocol):
     """A calibrator that has a map for each channel if it was fitted to multi-label data."""
 
     @property
-    def channels(self) -> Any:
-        """The calibrators, in the order of ``channel_names``; None for ordinary data."""
+    def per_channel(self) -> Sequence[CaseCalibrator]:
+        """The calibrators, in the order of ``channel_names``; empty for ordinary data."""
 
 
 class _Function:
@@ -108,9 +108,8 @@ def as_calibrator(calibrator: AnyCalibrator) -> CaseCalibrator:
 
 def of_channel(calibrator: AnyCalibrator, index: int) -> AnyCalibrator:
     """The calibrator of one channel of multi-label data: its own map, or the function that all channels share."""
-    if isinstance(calibrator, PerChannel) and calibrator.channel_names is not None:
-        own: CaseCalibrator = calibrator.channels[index]
-        return own
+    if isinstance(calibrator, PerChannel) and calibrator.per_channel:
+        return calibrator.per_channel[index]
     return calibrator
 
 

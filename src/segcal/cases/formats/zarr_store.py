@@ -101,7 +101,9 @@ class ZarrFile(base.ArrayFile):
         size = 16 * math.prod(counts)
         for _, length in files.values():
             base.require_length(size + checksum, length if length is not None else size + checksum)
-        part = (-size - checksum, None) if sharding.index_location.value == "end" else (0, size + checksum)
+        location = sharding.index_location
+        at_end = getattr(location, "value", location) == "end"  # an enumeration before zarr 3.4, a text since
+        part = (-size - checksum, None) if at_end else (0, size + checksum)
         indexes = read_part(self._folder, [name for name, _ in files.values()], *part)
         there = 0
         for place, index in zip(files, indexes, strict=True):
