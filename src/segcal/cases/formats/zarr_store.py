@@ -38,7 +38,7 @@ class ZarrFile(base.ArrayFile):
 
     def __init__(self, path: Path, key: str | None, usual: Sequence[str]) -> None:
         zarr = ZARR.import_library()
-        store = zarr_remote.store(path) if isinstance(path, RemotePath) else str(path)
+        store = zarr_remote.store(path) if isinstance(path, RemotePath) else path
         node = retried(path, lambda: zarr.open(store, mode="r"))
         if hasattr(node, "array_keys"):
             self.key = base.pick_key(sorted(node.array_keys()), key, usual)
@@ -132,7 +132,7 @@ class ZarrSink(base.ArraySink):
         zarr = ZARR.import_library()
         self._metadata: dict[str, Any] = {}
         self._node = zarr.create_array(
-            zarr.storage.MemoryStore(self._metadata) if isinstance(self.path, RemotePath) else str(self.path),
+            zarr.storage.MemoryStore(self._metadata) if isinstance(self.path, RemotePath) else self.path,
             shape=self.shape,
             dtype=self.dtype,
             chunks=((1,) * axis + (inner_rows, *after)),
