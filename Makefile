@@ -9,7 +9,7 @@ SEGCAL_SEED ?= $(shell date +%-j)
 # Bytecode is kept, whatever the shell says: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test torture faults mutation test-integrations test-lowest lint audit bench reproduce-smoke completions dist check-dist docs clean
+.PHONY: demo test torture faults mutation test-integrations test-lowest test-newest lint audit bench reproduce-smoke completions dist check-dist docs clean
 
 demo: $(SETUP)
 	$(BIN)/segcal demo
@@ -39,14 +39,16 @@ lint: $(SETUP)
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing
 
-# With the oldest versions that pyproject.toml allows. They take gigabytes, as torch of then has no small CPU build on the
-# index, and warn of what was new since. Not in CI.
-test-lowest:
-	$(PYTHON) -m venv .venv/lowest
-	.venv/lowest/bin/pip install -q uv
-	.venv/lowest/bin/uv pip install -q --python .venv/lowest/bin/python --resolution lowest-direct -e '.[all,monai]'
-	.venv/lowest/bin/pip install -q pytest pytest-xdist hypothesis
-	.venv/lowest/bin/pytest -o filterwarnings=default --ignore tests/integrations $(addprefix --ignore ,$(TORTURE))
+# With the oldest versions that pyproject.toml allows, and with the newest there are, for one or another PYTHON: gigabytes,
+# as only the set-up's torch has a small CPU build. Old versions warn of what was new since. Not in CI.
+test-lowest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-lowest test-newest:
+	$(PYTHON) -m venv .venv/$@
+	.venv/$@/bin/pip install -q uv
+	.venv/$@/bin/uv pip install -q --python .venv/$@/bin/python --resolution $(RESOLUTION) -e '.[all,monai]'
+	.venv/$@/bin/pip install -q pytest pytest-xdist hypothesis
+	.venv/$@/bin/pytest -o filterwarnings=default --ignore tests/integrations $(addprefix --ignore ,$(TORTURE))
 
 # Known vulnerabilities of the pinned set-up, in an environment of its own. Asks the index of packages.
 audit:
