@@ -130,11 +130,13 @@ class TrainingConfig:
     """C, if the dataset's ``segcal.toml`` does not say it."""
     network: Annotated[Network, choice(Network)] = "unet"
     width: Annotated[int, _COUNT] = 64
-    """Channels of the first level; of an FC-DenseNet those that a layer adds."""
+    """Channels of the first level, of an EfficientNet U-Net of the last; of an FC-DenseNet those that a layer adds."""
     depth: Annotated[int, _whole(1, 8)] = 5
     """Levels of a U-Net."""
     layers: Annotated[tuple[int, ...], _LAYERS] = LAYERS_103
     """Layers of the dense blocks of an FC-DenseNet, from the finest to the coarsest."""
+    encoder: Annotated[str | None, _TEXT] = None
+    """A file with trained weights for the encoder of an EfficientNet U-Net; relative to the file, as is ``output``."""
     norm: Annotated[Norm, choice(Norm)] = "batch"
     dims: Annotated[int, _whole(2, 3)] = 2
     """2 trains on images, or on the slices of volumes; 3 on volumes."""
@@ -183,7 +185,9 @@ def load_config(path: str | Path) -> TrainingConfig:
     """Read a training file; its folders become relative to the working directory."""
     config = read_toml(Path(path), parse_config)
     here = Path(path).parent
-    return replace(config, data=tuple(str(here / folder) for folder in config.data), output=str(here / config.output))
+    encoder = None if config.encoder is None else str(here / config.encoder)
+    folders = tuple(str(here / folder) for folder in config.data)
+    return replace(config, data=folders, output=str(here / config.output), encoder=encoder)
 
 
 def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
@@ -204,6 +208,8 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
             raise ConfigError(f"{name} = {list(size)}", expected=f"{config.dims} numbers, as dims = {config.dims}")
     if "scale" in config.augment and config.crop is None:
         raise ConfigError("augment with 'scale', and no crop", expected="crop = [...]: the size of scaled samples")
-    if config.network == "fc-densenet" and config.dims != 2:
-        raise ConfigError(f"dims = {config.dims}", expected="dims = 2, as an FC-DenseNet takes images")
+    if config.network in ("fc-densenet", "efficientnet-unet") and config.dims != 2:
+        raise ConfigError(f"dims = {config.dims}", expected=f"dims = 2, as network = '{config.network}' takes images")
+    if config.encoder is not None and config.network != "efficientnet-unet":
+        raise ConfigError(f"encoder with network = '{config.network}'", expected="network = 'efficientnet-unet'")
     return config

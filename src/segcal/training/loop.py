@@ -38,7 +38,7 @@ LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
 _CHECKPOINT = {"format": "segcal.training", "version": 1}
 # Keys that may differ from the checkpoint's when a run is resumed, because they do not change the steps made so far.
 # The scans themselves are compared, wherever they are.
-_FREE = ("data", "output", "epochs", "save_every", "device", "compile", "workers", "logits")
+_FREE = ("data", "output", "epochs", "save_every", "device", "compile", "workers", "logits", "encoder")
 # The parts of a trainer with a state of their own.
 _STATEFUL = ("network", "optimiser", "scaler", "loss")
 # What the journal of the output folder says that it holds.
@@ -127,7 +127,9 @@ class Trainer:
         self.processes = join(config.device)
         torch.manual_seed(config.seed)
         options = {name: getattr(config, name) for name in ("network", "width", "depth", "layers", "norm", "dims")}
-        self.network = new_network(self.dataset.channels, self.dataset.classes, **options, **intensities)
+        channels, classes = self.dataset.channels, self.dataset.classes
+        encoder = config.encoder if state is None else None
+        self.network = new_network(channels, classes, encoder=encoder, **options, **intensities)
         self.network.to(self.processes.device)
         self.loss.to(self.processes.device)
         processes = self.processes

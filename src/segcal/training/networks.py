@@ -11,10 +11,18 @@ from safetensors import SafetensorError, safe_open
 
 from segcal.errors import DataError, check_name
 from segcal.training.densenet import FCDenseNet
+from segcal.training.efficientnet import EfficientUNet
 from segcal.training.segmenter import KEY, Segmenter
 from segcal.training.unet import UNet
 
-Network = Literal["unet", "residual-unet", "fc-densenet"]
+Network = Literal["unet", "residual-unet", "fc-densenet", "efficientnet-unet"]
+# The options of each network.
+_OPTIONS: dict[Network, tuple[str, ...]] = {
+    "unet": ("width", "depth", "norm", "dims"),
+    "residual-unet": ("width", "depth", "norm", "dims"),
+    "fc-densenet": ("width", "layers"),
+    "efficientnet-unet": ("width",),
+}
 
 
 def new_network(
@@ -22,24 +30,29 @@ def new_network(
     classes: int,
     network: Network,
     *,
+    encoder: str | None = None,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     **options: Any,
 ) -> Segmenter:
     """A network with random weights; options that it does not have are left out.
 
-    ``mean`` and ``std`` are those of ``Segmenter.normalised``, by default of each image.
+    ``encoder`` is a file with weights for the encoder of an EfficientNet U-Net. ``mean`` and ``std`` are those of
+    ``Segmenter.normalised``, by default of each image.
 
     Examples:
         >>> new_network(3, 11, "fc-densenet", width=12, layers=(4, 4), depth=5).options["layers"]
         [4, 4]
     """
     check_name("network", network, get_args(Network))
-    names = ("width", "layers") if network == "fc-densenet" else ("width", "depth", "norm", "dims")
-    own = {name: options[name] for name in names if name in options}
+    own = {name: options[name] for name in _OPTIONS[network] if name in options}
     found: Segmenter
     if network == "fc-densenet":
         found = FCDenseNet(channels, classes, **own)
+    elif network == "efficientnet-unet":
+        found = EfficientUNet(channels, classes, **own)
+        if encoder is not None:
+            found.load_encoder(encoder)
     else:
         found = UNet(channels, classes, network=network, **own)
     if mean:

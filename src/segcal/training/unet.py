@@ -61,7 +61,7 @@ class UNet(Segmenter):
         check_name("norm", norm, get_args(Norm))
         super().__init__(channels, dims, 2 ** (depth - 1), {**sizes, "network": network, "norm": norm})
         widths = [width * 2**level for level in range(depth)]
-        block = _Residual if network == "residual-unet" else _Plain
+        block = _Residual if network == "residual-unet" else Plain
         self.down = nn.ModuleList(
             block(before, after, norm, dims) for before, after in zip((channels, *widths), widths, strict=False)
         )
@@ -84,7 +84,7 @@ class UNet(Segmenter):
         return logits
 
 
-class _Plain(nn.Sequential):
+class Plain(nn.Sequential):
     """Two convolutions, each followed by normalisation and ReLU."""
 
     def __init__(self, before: int, after: int, norm: Norm, dims: int) -> None:
