@@ -22,8 +22,8 @@ STAGES = (
 )  # fmt: skip
 # Channels of the first convolution, which halves the size, too.
 FIRST = 32
-# Of batch normalisation in the encoder, as it was trained: what is added to the variance, and the new batch's share.
-_EPSILON, _MOMENTUM = 1e-3, 0.01
+# Added to the variance by the encoder's batch normalisation, as it was trained.
+_EPSILON = 1e-3
 
 
 class EfficientUNet(Segmenter):
@@ -55,7 +55,7 @@ class EfficientUNet(Segmenter):
             own = width * 2**level
             self.up.append(Plain(below + skips[level], own, "batch", 2))
             below = own
-        self.head = nn.Conv2d(width, classes, 1)
+        self.head = nn.Conv2d(width, classes, 3, padding=1)
         self.to_channels_last()
 
     def scores(self, images: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class _Convolution(nn.Conv2d):
 
 
 def _normalisation(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, _EPSILON, _MOMENTUM)
+    return nn.BatchNorm2d(channels, _EPSILON)
 
 
 def _skips() -> list[int]:
