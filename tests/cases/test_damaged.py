@@ -134,11 +134,12 @@ def test_tiff_of_negative_width(tmp_path):
 @pytest.mark.parametrize("attributes", [7, "ab"])
 def test_zarr_attributes_that_are_no_table(tmp_path, attributes):
     """Found by fuzzing: zarr opens such an array, and fails when it is asked for an attribute; from 3.4 on at once."""
+    at_once = tuple(map(int, zarr.__version__.split(".")[:2])) >= (3, 4)
     path = tmp_path / "a.zarr"
     zarr.create_array(str(path), data=np.ones((6, 8), np.float32), chunks=(6, 8))
     description = json.loads((path / "zarr.json").read_text())
     (path / "zarr.json").write_text(json.dumps({**description, "attributes": attributes}))
-    assert_refuses(path, "attributes in its description are no table|TypeError|ValueError")
+    assert_refuses(path, "TypeError|ValueError" if at_once else "attributes in its description are no table")
 
 
 def test_zarr_shape_of_which_next_to_nothing_is_stored(tmp_path):
