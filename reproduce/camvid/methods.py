@@ -1,4 +1,4 @@
-"""The rows and columns of the three tables."""
+"""The rows and columns of the tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _bins(metric: str, region: str, bins: int) -> Column:
     return Column(metric, region, "per-image", {"num_bins": bins})
 
 
-def _lts() -> Table:
+def _lts(network: str) -> Table:
+    """Table 3 of Ding et al. about networks of one kind, one for each of its three losses."""
     columns = [_bins(metric, region, 10) for metric in LTS_METRICS.values() for region in ("all", "boundary", "local")]
     images = {
         f"{name} {region}": (_bins(metric, region, 10).id, region)
@@ -62,19 +63,19 @@ def _lts() -> Table:
     }
     pooled = {"miou": _MIOU, "ece": Column("ece", options={"num_bins": 10}), "nll": Column("nll")}
     methods = {
-        "UC": Method("tiramisu"),
-        "IsoReg": Method("tiramisu", "isotonic"),
-        "VS": Method("tiramisu", "vs"),
-        "ETS": Method("tiramisu", "ets"),
-        "DirODIR": Method("tiramisu", "dc", _ODIR),
-        "TS": Method("tiramisu", "ts"),
-        "IBTS": Method("tiramisu", "ibts", _IMAGE),
-        "LTS": Method("tiramisu", "lts", _IMAGE),
-        "MMCE": Method("tiramisu-mmce"),
-        "MMCE+LTS": Method("tiramisu-mmce", "lts", _IMAGE),
-        "FL": Method("tiramisu-focal"),
-        "FL+LTS": Method("tiramisu-focal", "lts", _IMAGE),
-        "trust": Method("tiramisu", "trust"),
+        "UC": Method(f"{network}-ce"),
+        "IsoReg": Method(f"{network}-ce", "isotonic"),
+        "VS": Method(f"{network}-ce", "vs"),
+        "ETS": Method(f"{network}-ce", "ets"),
+        "DirODIR": Method(f"{network}-ce", "dc", _ODIR),
+        "TS": Method(f"{network}-ce", "ts"),
+        "IBTS": Method(f"{network}-ce", "ibts", _IMAGE),
+        "LTS": Method(f"{network}-ce", "lts", _IMAGE),
+        "MMCE": Method(f"{network}-mmce"),
+        "MMCE+LTS": Method(f"{network}-mmce", "lts", _IMAGE),
+        "FL": Method(f"{network}-focal"),
+        "FL+LTS": Method(f"{network}-focal", "lts", _IMAGE),
+        "trust": Method(f"{network}-ce", "trust"),
     }
     return Table(methods, (*columns, *pooled.values()), {"nll": ("nll", "everything"), **images}, pooled)
 
@@ -116,4 +117,6 @@ def _selective() -> Table:
     return Table(methods, (*columns.values(), _MIOU), images, {"miou": _MIOU, **columns})
 
 
-TABLES = {"lts": _lts(), "rethinking": _rethinking(), "selective": _selective()}
+TABLES = {
+    "lts": _lts("tiramisu"), "lts-unet": _lts("unet"), "rethinking": _rethinking(), "selective": _selective(),
+}  # fmt: skip

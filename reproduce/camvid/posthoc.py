@@ -1,4 +1,4 @@
-"""Fills the three tables: ``python reproduce/camvid/posthoc.py DATA OUT [--tables lts] [--minutes 9] [--parallel 5]``.
+"""Fills the tables: ``python reproduce/camvid/posthoc.py DATA OUT [--tables lts] [--minutes 9] [--parallel 5]``.
 
 Reads OUT/weights, which ``run.py`` wrote. Every calibrator is fitted twice: to the validation images (of a sequence
 that is in the training images, too; they also chose the epoch of the network) and measured on all test images; and to
@@ -130,6 +130,7 @@ def collect(out: Path, results: Path, tables: Sequence[str]) -> set[Task]:
         fits = read_rows(files["fits"])
         there = {(row["protocol"], row["method"]) for row in fits}
         new = [json.loads(path.read_text()) for path in sorted((out / "posthoc").glob(f"{table}-*.json"))]
+        new = [own for own in new if own["table"] == table]
         new = [own for own in new if (own["fits"][0]["protocol"], own["fits"][0]["method"]) not in there]
         for kind, path in files.items() if new else ():
             write_rows(path, [*read_rows(path), *(row for own in new for row in own[kind])])

@@ -51,7 +51,7 @@ def smoke() -> None:
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command line."""
     found = recipe_parser(__doc__, Path(__file__).parent, parallel=4)
-    found.add_argument("--only", nargs="*", default=[], help="names of runs: unet, unet-0, tiramisu, tiramisu-focal")
+    found.add_argument("--only", nargs="*", default=[], help="names of runs: unet, unet-0, unet-focal, tiramisu-ce")
     found.add_argument("--compile", action="store_true", help="compile the networks")
     return found
 

@@ -40,8 +40,14 @@ RETHINKING: Shown = {
 }  # fmt: skip
 # Table, part of the test images, setting of the published table, columns.
 SECTIONS: tuple[tuple[str, str, str, Shown], ...] = (
-    *(("lts", "test", region, {m: (f"{m} {region}", IMAGES) for m in LTS_METRICS}) for region in REGIONS),
-    ("lts", "test", "everything", {"miou": ("miou", POOLED), "pooled ece": ("ece", POOLED), "nll": ("nll", IMAGES)}),
+    *(
+        (table, "test", region, columns)
+        for table in ("lts", "lts-unet")
+        for region, columns in (
+            *((region, {m: (f"{m} {region}", IMAGES) for m in LTS_METRICS}) for region in REGIONS),
+            ("everything", {"miou": ("miou", POOLED), "pooled ece": ("ece", POOLED), "nll": ("nll", IMAGES)}),
+        )
+    ),
     *(
         ("rethinking", part, setting, RETHINKING)
         for part, setting in (("test", "clean"), ("mild", "mild"), ("strong", "strong"))
@@ -85,7 +91,7 @@ def section(
             continue
         cells = []
         for metric, (column, from_pooled) in shown.items():
-            known = published.get((table, setting, method, metric))
+            known = published.get((table.removesuffix("-unet"), setting, method, metric))
             ours = of_all(whole[0], column) if from_pooled else of_images(own, column)
             cells.append(f"{known} / {ours}" if known else ours)
         lines.append([method, *cells])

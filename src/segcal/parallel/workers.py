@@ -182,11 +182,11 @@ def _begin(threads: int, queue: SimpleQueue[str] | None) -> None:
     _queue = queue
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """End this worker when its parent is killed; otherwise it would wait for work forever."""
+def end_with_parent() -> None:
+    """In a thread of a worker: end this process when its parent is killed; otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -125,7 +125,12 @@ class _Convolution(nn.Conv2d):
         self.beyond = (total // 2, total - total // 2) * 2
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.pad(x, self.beyond))
+        x = F.pad(x, self.beyond)
+        if self.groups == 1 or x.device.type != "cpu":
+            return super().forward(x)
+        # On a CPU a convolution of each channel takes three to six times as long in bfloat16 as in float32.
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float()).to(x.dtype)
 
 
 def _normalisation(channels: int) -> nn.BatchNorm2d:
