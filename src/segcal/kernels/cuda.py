@@ -19,7 +19,7 @@ from segcal.kernels import cuda_loops as loops
 from segcal.kernels import cuda_maps as maps
 from segcal.kernels.cuda_tally import shifted_tally as shifted_tally
 from segcal.kernels.cuda_tally import tally as tally
-from segcal.kernels.cuda_walk import BLOCK, FEW, PROGRAMS, Walk, joined
+from segcal.kernels.cuda_walk import BLOCK, FEW, PROGRAMS, Walk, joined, launch
 from segcal.kernels.experts import ExpertMap
 from segcal.kernels.grid import LIMIT, WIDTH
 from segcal.kernels.voxels import Voxels
@@ -43,7 +43,8 @@ def temperature_sums(voxels: Voxels, beta: float) -> Tensor:
     walk = Walk.of(voxels)
     blocks, per_image = walk.blocks()
     parts = torch.zeros(4 * PROGRAMS + 1, dtype=torch.float64, device=walk.logits.device)
-    loops.temperature_loop[(min(PROGRAMS, blocks),)](
+    launch(
+        loops.temperature_loop, min(PROGRAMS, blocks),
         *walk.tensors, parts, parts[-1:].view(torch.int64), blocks, per_image, walk.voxels, *walk.sizes, walk.ignored,
         beta, BLOCK=BLOCK, MASKED=walk.masked, num_warps=1,
     )  # fmt: skip
@@ -56,7 +57,8 @@ def survey(voxels: Voxels, edges: Tensor) -> tuple[Tensor, float, bool]:
     device, (blocks, per_image) = walk.logits.device, walk.blocks()
     strata = torch.empty(walk.voxels, dtype=torch.int32, device=device)
     impossible, sums, bad = _zeros(device, (1,), (min(PROGRAMS, blocks),))
-    loops.survey_loop[(len(sums),)](
+    launch(
+        loops.survey_loop, len(sums),
         *walk.tensors, edges.to(device), strata, sums, bad, impossible, blocks, per_image, walk.voxels, *walk.sizes,
         walk.ignored, len(edges), BLOCK=BLOCK, MASKED=walk.masked, num_warps=1,
     )  # fmt: skip
@@ -172,9 +174,10 @@ def _map(
     images, classes, inner = flat.shape
     blocks = images * -(-inner // size)
     out = torch.empty(flat.shape, dtype=logits.dtype, device=logits.device)
-    loop[(min(programs, blocks),)](
-        flat, out, *tables, blocks, classes, inner, *flat.stride(), *numbers, BLOCK=size, num_warps=warps, **options
-    )
+    launch(
+        loop, min(programs, blocks), flat, out, *tables, blocks, classes, inner, *flat.stride(), *numbers,
+        BLOCK=size, num_warps=warps, **options,
+    )  # fmt: skip
     if images == len(logits):
         return out.view(logits.shape)
     return out.view(classes, len(logits), -1).transpose(0, 1).reshape(logits.shape)

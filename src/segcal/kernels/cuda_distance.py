@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from segcal.kernels import cuda_distance_loops as loops
-from segcal.kernels.cuda_walk import flat
+from segcal.kernels.cuda_walk import flat, launch
 from segcal.types import FloatArray
 
 # Voxels of a block, and programs that share the sums by slot: eight for each of an H200's processors.
@@ -21,7 +21,8 @@ def distances(boundary: Tensor, spacing: Sequence[float], threads: int | None = 
     squares = torch.where(boundary.contiguous(), 0.0, torch.tensor(math.inf, dtype=torch.float64))
     out, steps = torch.empty_like(squares), torch.tensor(spacing, dtype=torch.float64, device=boundary.device)
     for axis in range(boundary.ndim - 1, 0, -1):
-        loops.nearest_loop[(-(-squares.numel() // _BLOCK),)](
+        launch(
+            loops.nearest_loop, -(-squares.numel() // _BLOCK),
             squares, out, steps, axis - 1, squares.numel(), squares.shape[axis],
             math.prod(squares.shape[axis + 1 :]), BLOCK=_BLOCK,
         )  # fmt: skip
@@ -36,7 +37,8 @@ def sums_by_slot(
     far, kept, places = distance.reshape(-1), keep.reshape(-1), flat(slots, distance.device)
     programs = max(1, min(_PROGRAMS, -(-len(far) // _BLOCK)))
     sums = torch.zeros(programs, count, 3, dtype=torch.float64, device=distance.device)
-    loops.slot_sums_loop[(programs,)](
+    launch(
+        loops.slot_sums_loop, programs,
         far, kept.view(torch.uint8), kept if places is None else places, sums, len(far), count,
         BLOCK=_BLOCK, SLOTTED=places is not None,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from segcal.kernels import cuda_tally_ends as ends
 from segcal.kernels import cuda_tally_loops as loops
-from segcal.kernels.cuda_walk import FEW, Walk, flat
+from segcal.kernels.cuda_walk import FEW, Walk, flat, launch
 from segcal.kernels.grid import BinGrid
 from segcal.kernels.tally import Tally
 from segcal.kernels.voxels import ONE_BIN, Voxels
@@ -100,7 +100,8 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     tables = _tables(top, by_class, device)
     room_size = out_size + copies * cells + programs * math.prod(parts["columns"].shape)
     room = torch.zeros(room_size, dtype=torch.int64, device=device)
-    ends.origin_loop[(1,)](
+    launch(
+        ends.origin_loop, 1,
         *tensors, room, parts["ends"].start, number, *sizes, walk.ignored, beta, SIZE=_SEARCH, MASKED=walk.masked,
         num_warps=_WARPS,
     )  # fmt: skip
@@ -109,7 +110,8 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
     for start in range(0, blocks, _LAUNCH // size):
         if start:
             room[out_size:].zero_()
-        loop[(programs,)](
+        launch(
+            loop, programs,
             *tensors, *(room if own is None else own for own in others), tables.first, tables.top, tables.by_class,
             room, start, min(start + _LAUNCH // size, blocks), number, *sizes, walk.ignored, beta, out_size, slots,
             len(top), bins, copies,
@@ -119,7 +121,8 @@ def shifted_tally(voxels: Voxels) -> tuple[Tally, float]:
         )  # fmt: skip
         columns = room[out_size + copies * cells :].view(torch.float64).view(programs, -1).sum(0)
         finished = [2 * slots * len(top), max(slots * classes**2, len(columns))]
-        ends.finish_loop[(sum(-(-own // _FINISH) for own in finished) + slots * classes * -(-bins // _FINISH),)](
+        launch(
+            ends.finish_loop, sum(-(-own // _FINISH) for own in finished) + slots * classes * -(-bins // _FINISH),
             room, columns, tables.top_units, tables.class_units, out_size, slots, classes, len(top), bins, copies,
             SIZE=_FINISH, CLASSWISE=classwise, num_warps=_WARPS,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from segcal.kernels import cuda_trust_loops as loops
+from segcal.kernels.cuda_walk import launch
 from segcal.kernels.grid import LIMIT, LOGIT_BINS, WIDTH
 
 # Voxels of a tile of classes, of a row and of the networks, that a program takes at once.
@@ -44,7 +45,8 @@ def describe(
     rounded = z.new_empty((images, 2, *shape), dtype=torch.int32)
     predicted, sums = (z.new_zeros((images, columns), dtype=torch.int64) for columns in (classes, _POINTS))
     programs = min(-(-voxels // _BLOCK), _PROGRAMS)
-    loops.describe_loop[(images * programs,)](
+    launch(
+        loops.describe_loop, images * programs,
         z, winner, point, rounded, predicted, sums, programs, voxels, classes, 0, beta, lowest, widest, unit,
         **_tile(classes),
     )  # fmt: skip
@@ -65,13 +67,14 @@ def features(
     sums, along = (who.new_empty((columns, everything), dtype=torch.int32) for columns in (6, 1))
     out = point.new_empty((len(winner), _POINTS + _OTHERS, *winner.shape[1:]))
     out[:, :_POINTS] = point
-    grid, where = (-(-everything // _ROW),), (height, width, voxels, everything, who.shape[2])
+    programs, where = -(-everything // _ROW), (height, width, voxels, everything, who.shape[2])
     first, second, third = (side // 2 for side in sides)
     halves = {"FIRST": first, "SECOND": second, "THIRD": third, "REACH": reach, "BLOCK": _ROW}
-    loops.rows_loop[grid](who, rounded.contiguous(), sums, along, *where, **halves)
-    loops.around_loop[grid](
-        who, sums, along, shares, means, out, *where, classes, out.shape[1], unit, POINTS=_POINTS, **halves
-    )
+    launch(loops.rows_loop, programs, who, rounded.contiguous(), sums, along, *where, **halves)
+    launch(
+        loops.around_loop, programs, who, sums, along, shares, means, out, *where, classes, out.shape[1], unit,
+        POINTS=_POINTS, **halves,
+    )  # fmt: skip
     return out
 
 
@@ -90,7 +93,8 @@ def correct(features: Tensor, winner: Tensor, weights: tuple[Tensor, ...], wides
         F.pad(second, (0, units, 0, units)), F.pad(bias[:, 0], (0, units)), F.pad(last[:, :, 0], (0, units)),
     )  # fmt: skip
     out, programs = x.new_empty(winner.shape), -(-voxels // _FEW)
-    loops.correct_loop[(images * programs,)](
+    launch(
+        loops.correct_loop, images * programs,
         x, winner.contiguous(), out, *tables, programs, voxels, inputs, classes.shape[1], widest,
         NETWORKS=len(first), JP=_PADDED, UP=_PADDED, BLOCK=_FEW,
     )  # fmt: skip
@@ -109,7 +113,8 @@ def odds(
     images, inputs, voxels = x.shape
     tables = (own.to(x.device, torch.float64).contiguous() for own in maps)
     out, programs = x.new_empty(winner.shape), -(-voxels // _ROW)
-    loops.odds_loop[(images * programs,)](
+    launch(
+        loops.odds_loop, images * programs,
         x, winner.contiguous(), x if correction is None else correction.contiguous(), *tables,
         known.double().contiguous(), out, programs, voxels, inputs, share, BINS=LOGIT_BINS, ORIGIN=LIMIT - WIDTH / 2,
         WIDTH=WIDTH, CORRECTED=share > 0, POINTS=_POINTS, BLOCK=_ROW,
@@ -121,7 +126,8 @@ def level(scores: Tensor, odds: Tensor, winner: Tensor, below: float) -> Tensor:
     """Log-probabilities in place of the losers' scores ``(N, C, *spatial)``; returns where they were levelled."""
     images, classes, voxels = scores.flatten(2).shape
     levelled, programs = scores.new_empty(winner.shape, dtype=torch.int8), -(-voxels // _BLOCK)
-    loops.level_loop[(images * programs,)](
+    launch(
+        loops.level_loop, images * programs,
         scores, odds.contiguous(), winner.contiguous(), levelled, programs, voxels, classes, 0,
         BELOW=math.log1p(-below), LEAST=2 * below, **_tile(classes),
     )  # fmt: skip

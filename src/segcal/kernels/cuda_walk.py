@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,3 +77,8 @@ def joined(logits: Tensor) -> Tensor:
 def flat(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     """A tensor ``(N, *spatial)`` as one axis on the device."""
     return None if tensor is None else tensor.to(device).reshape(-1)
+
+
+def launch(loop: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Run a loop in some programs. Products are added unrounded, whatever the default of a version of triton is."""
+    loop[(programs,)](*arguments, enable_fp_fusion=True, **options)
