@@ -13,6 +13,15 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from segcal.calibrators.trust.features import _LOWEST, _UNIT, _WIDEST, REACH, WINDOWS
+from segcal.calibrators.trust.levelling import BELOW
+from segcal.calibrators.trust.rising import bin_centres
+from segcal.calibrators.trust.slopes import COLUMNS
+from segcal.kernels import cuda, cuda_distance, cuda_trust
+from segcal.kernels.experts import ExpertMap
+from segcal.kernels.grid import BinGrid
+from segcal.kernels.voxels import AffineMap, Voxels
+
 MODULES = "loops", "maps", "experts", "tally_loops", "tally_ends", "trust_loops", "distance_loops"
 COMPILED = set()
 
@@ -39,15 +48,6 @@ def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **
 
 driver.set_active(Hopper())
 _run, JITFunction.run = JITFunction.run, compile_only
-
-from segcal.calibrators.trust.features import _LOWEST, _UNIT, _WIDEST, REACH, WINDOWS
-from segcal.calibrators.trust.levelling import BELOW
-from segcal.calibrators.trust.rising import bin_centres
-from segcal.calibrators.trust.slopes import COLUMNS
-from segcal.kernels import cuda, cuda_distance, cuda_trust
-from segcal.kernels.experts import ExpertMap
-from segcal.kernels.grid import BinGrid
-from segcal.kernels.voxels import AffineMap, Voxels
 
 # Classes of the kernels for few and for many.
 FEW, MANY = 5, 26
