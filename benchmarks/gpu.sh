@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that is measured on a GPU machine: benchmarks/gpu.sh OUT [PART...]. Quiet machines only; every part has its own file in OUT.
-set -u
+set -uo pipefail
 out=$1 python=${PYTHON:-python3}
 shift
 here=$(cd "$(dirname "$0")" && pwd)

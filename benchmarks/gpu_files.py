@@ -49,12 +49,13 @@ def work(folder: Path, device: str) -> Iterator[tuple[str, Callable[[], object]]
     yield f"reading, to {device}", lambda: read(cases.on(torch.device(device)))
     yield "evaluate nll, ece", lambda: segcal.evaluate(cases, metrics=("nll", "ece"), device=device)
     yield "evaluate", lambda: segcal.evaluate(cases, regions=REGIONS, device=device)
+    fitted = {}
     for method in FITS:
-        calibrator = segcal.CALIBRATORS[method]()
+        calibrator = fitted[method] = segcal.CALIBRATORS[method]()
         yield f"fit {method}", lambda c=calibrator: c.fit(cases, device=device)
         yield f"evaluate {method}", lambda c=calibrator: segcal.evaluate(cases, c, regions=REGIONS, device=device)
     turns = iter(range(2))
-    yield f"apply {FITS[1]}", lambda: segcal.apply(calibrator, cases, folder / f"out{next(turns)}", device=device)
+    yield f"apply {FITS[1]}", lambda: segcal.apply(fitted[FITS[1]], cases, folder / f"out{next(turns)}", device=device)
 
 
 def main() -> None:

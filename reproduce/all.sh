@@ -26,7 +26,7 @@ step() {
 
 (step camvid run.py camvid.log --parallel 8 --compile
   step camvid posthoc.py camvid.log --tables selective rethinking --parallel 4 &
-  step camvid posthoc.py camvid-lts.log --tables lts --parallel 3
+  step camvid posthoc.py camvid-lts.log --tables lts lts-unet --parallel 3
   wait) &
 (step hippocampus run.py hippocampus.log --parallel 3) &
 (step acdc run.py acdc.log --parallel 5 --compile

@@ -50,6 +50,19 @@ def checked_labels(logits: Tensor, labels: Tensor) -> Tensor:
     return labels.squeeze(1) if labels.ndim == logits.ndim else labels
 
 
+def holding(labels: Tensor, ignore_index: int | None) -> Tensor:
+    """Labels in a type that holds the ignored label: compared with others, it would wrap, and 256 be 0 of uint8.
+
+    Examples:
+        >>> holding(torch.tensor([0, 1], dtype=torch.uint8), 256).dtype
+        torch.int64
+    """
+    if ignore_index is None or labels.dtype == torch.bool:
+        return labels
+    numbers = torch.iinfo(labels.dtype)
+    return labels if numbers.min <= ignore_index <= numbers.max else labels.long()
+
+
 def checked_mask(mask: Tensor, labels: Tensor, name: str) -> Tensor:
     """A bool mask of the labels' shape, on their device."""
     check_like(name, mask, labels, "bool", f"pass {name} as (N, *spatial), True where a voxel belongs")

@@ -159,9 +159,10 @@ def _check(candidates: Tensor, probabilities: Tensor | None, num_classes: int) -
             f"candidates have shape {tuple(candidates.shape)} and dtype {candidates.dtype}",
             expected="(M, *spatial) integers, at least one candidate",
         )
-    if candidates.numel() and not 0 <= int(candidates.min()) <= int(candidates.max()) < num_classes:
+    low, high = map(int, candidates.long().aminmax()) if candidates.numel() else (0, 0)  # uint16 has no minimum
+    if not 0 <= low <= high < num_classes:
         raise InputError(
-            f"candidates hold labels {int(candidates.min())} to {int(candidates.max())}",
+            f"candidates hold labels {low} to {high}",
             expected=f"0..{num_classes - 1}",
             fix="give every candidate a label everywhere, background included",
         )
@@ -172,9 +173,9 @@ def _check(candidates: Tensor, probabilities: Tensor | None, num_classes: int) -
             f"probabilities have shape {tuple(probabilities.shape)}",
             expected=f"{tuple(candidates.shape)}, one for each candidate's label",
         )
-    low, high = (float(probabilities.min()), float(probabilities.max())) if probabilities.numel() else (0.0, 1.0)
-    if math.isnan(low) or low < 0 or high > 1:
-        raise InputError(f"probabilities lie between {low:g} and {high:g}", expected="values in [0, 1]")
+    least, most = (float(probabilities.min()), float(probabilities.max())) if probabilities.numel() else (0.0, 1.0)
+    if math.isnan(least) or least < 0 or most > 1:
+        raise InputError(f"probabilities lie between {least:g} and {most:g}", expected="values in [0, 1]")
 
 
 def _check_truth(candidates: Tensor, labels: Tensor) -> None:

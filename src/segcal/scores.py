@@ -268,7 +268,7 @@ def impossible_label() -> InputError:
 def without_softmax(best: float, place: str) -> InputError:
     """The error for voxels whose best logit is NaN or infinite; ``place`` says which, in words."""
     if math.isnan(best):
-        problem, fix = "NaN logits", "find where the network makes them; write 0 in padding, or mask the voxels"
+        problem, fix = "NaN logits", "find where the network makes them; write 0 in padding"
     elif best > 0:
         problem, fix = "infinite logits", "save float32, which overflows above 3e38 (float16 above 65504)"
     else:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segcal.checks import checked_labels
+from segcal.checks import checked_labels, holding
 from segcal.errors import InputError
 from segcal.kernels import AffineMap, Backend, BinGrid, Tally, Voxels, tally
 from segcal.kernels.atoms import add_distances, atoms_of, check_tensors, region_masks
@@ -140,7 +140,7 @@ class VoxelStatistics:
             >>> stats.update(logits, labels, regions={"left": torch.tensor([[True, True, False, False]])}).count("left")
             2
         """
-        labels = checked_labels(logits, labels)
+        labels = holding(checked_labels(logits, labels), ignore_index)
         voxels = Voxels(
             logits=logits, labels=labels, top_grid=self.top_grid, class_grid=self.class_grid,
             ignore_index=ignore_index, mask=mask, uncalibrated=uncalibrated, score_map=score_map,

@@ -155,6 +155,39 @@ def test_who_reads_which_case_does_not_matter(voxels, sorted_by_class):
         assert_same(merged.sample(), whole)
 
 
+def test_voxels_that_were_let_go_are_drawn_again():
+    """A large easy case fills the sample; the few doubtful voxels of a small one then need only a part of it."""
+    parts = {"easy": [(40_000, 0, 0, 9.0), (6_000, 1, 1, 9.0)], "doubtful": [(60, 1, 0, 2.0), (60, 1, 1, 2.0)]}
+    cases = {}
+    for name, blocks in parts.items():
+        z = torch.cat([gap * torch.eye(2)[winner].expand(count, 2) for count, winner, _, gap in blocks])
+        cases[name] = z, torch.cat([torch.full((count,), label) for count, _, label, _ in blocks])
+
+    def sampler(names, limits=None):
+        own = VoxelSampler(2, 2000, limits=limits)
+        for name in names:
+            for first in range(0, len(cases[name][1]), 5000):
+                own.add(Voxels(*(part[first : first + 5000] for part in cases[name])), name)
+        return own
+
+    def drawn(*shares):
+        limits = None
+        for _ in range(2):
+            merged = sampler(shares[0], limits)
+            for share in shares[1:]:
+                merged = merged.merge(sampler(share, limits))
+            if (limits := merged.limits()) is None:
+                break
+        assert merged.limits() is None
+        return merged.sample()
+
+    assert sampler(["doubtful", "easy"]).limits() is None
+    assert sampler(["easy", "doubtful"]).limits() is not None
+    whole = drawn(["doubtful", "easy"])
+    assert_same(drawn(["easy", "doubtful"]), whole)
+    assert_same(drawn(["easy"], ["doubtful"]), whole)
+
+
 def test_a_shift_in_the_data_leaves_the_sample_without_bias():
     """Shares change while the data go by, classes and errors arrive late: what is held then must still be a sample."""
     z, y = scene()

@@ -150,7 +150,7 @@ def test_a_triton_that_cannot_compile_the_loops_is_not_used(monkeypatch, version
     monkeypatch.setattr("triton.__version__", version)
     given = voxels(4)
     assert (dispatch._kernels(given, "auto") is device_torch) != compiles
-    assert (dispatch.fast_distances(torch.ones(3, 3)) is None) == (DEVICE == "cpu" or not compiles)
+    assert (dispatch.fast_distances(torch.ones(3, 3, device=DEVICE)) is None) == (DEVICE == "cpu" or not compiles)
     if not compiles:
         with pytest.raises(SegcalError, match=r"needs triton 3\.4 or newer.*torch>=2\.8"):
             dispatch._kernels(given, "triton")

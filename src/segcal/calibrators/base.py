@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from segcal.calibrators.module import CalibratorModule, become
 from segcal.calibrators.per_channel import channel_pieces, for_each_channel, report_of_channels, split_channels
+from segcal.calibrators.precision import fitting, full_precision
 from segcal.cases import CaseSet, Source
 from segcal.cases.batches import cases_to_fit
 from segcal.cases.calibrated import check_classes
@@ -169,10 +170,11 @@ class Calibrator(CalibratorModule, ABC):
         """Fit a copy, and become that copy unless this raises."""
         started = time.perf_counter()
         self.check_size(cases.num_classes)
-        trial = self.single()
-        trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
-        trial.allocate(cases.num_classes)
-        found = fit(trial)
+        with fitting():
+            trial = self.single()
+            trial.num_classes, trial.class_names = cases.num_classes, cases.class_names
+            trial.allocate(cases.num_classes)
+            found = fit(trial)
         found, seconds = found._replace(notes=tuple(found.notes)), time.perf_counter() - started
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         trial.fit_report = FitReport(**found._asdict(), seconds=seconds, cases=len(cases), fitted=now)
@@ -226,7 +228,8 @@ class Calibrator(CalibratorModule, ABC):
             image: ``(N, channels, *spatial)``, or one for all items, if the calibrator was fitted to images.
         """
         if self.channels is None:
-            return self._log_probs(logits, image)
+            with full_precision():
+                return self._log_probs(logits, image)
         return torch.cat([own(z, seen) for own, z, seen in self._by_channel(logits, image)])
 
     def _by_channel(self, logits: Any, image: Tensor | None) -> Iterator[tuple[Self, Any, Tensor | None]]:
@@ -252,8 +255,9 @@ class Calibrator(CalibratorModule, ABC):
         """The logits; raises if they or the image do not suit the fitted map."""
         if self.num_classes is None:
             raise SegcalError("the calibrator has not been fitted", fix="call fit, or segcal.load a fitted one")
-        if not isinstance(logits, Tensor):
-            raise InputError(f"logits are {type(logits).__name__}", expected="a tensor, (N, C, *spatial)")
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+            raise InputError(f"logits are {came}", expected="a tensor, (N, C, *spatial), floating point")
         if image is not None and not self.image_channels:
             raise InputError("an image came", expected="none, as the calibrator was fitted without images")
         if logits.ndim < 2 or logits.shape[1] != self.num_classes:
@@ -268,7 +272,13 @@ class Calibrator(CalibratorModule, ABC):
 
     def pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """Rows of a case with their log-probabilities ``(N, C, rows, ...)``, in order; only some rows are in memory."""
-        return self._pieces(case) if self.channels is None else channel_pieces(self.per_channel, case)
+        found = self._pieces(case) if self.channels is None else channel_pieces(self.per_channel, case)
+        while True:
+            with full_precision():  # left for the caller, who goes on between two pieces
+                piece = next(found, None)
+            if piece is None:
+                return
+            yield piece
 
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:
         """``pieces`` for a single map."""

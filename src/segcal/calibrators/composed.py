@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from segcal.calibrators.base import CALIBRATORS, Calibrator
 from segcal.errors import check_name
 from segcal.fitting.data import FitData
+from segcal.scores import at_least_float32, keep_argmax, only_possible
 
 #: A calibrator, its id, its id and arguments as a file stores them, or None.
 Base = str | Mapping[str, Any] | Calibrator | None
@@ -23,6 +25,22 @@ class ComposedCalibrator(Calibrator):
     def __init__(self, base: Base) -> None:
         super().__init__()
         self.base = base_calibrator(base)
+        self.image_channels = 0 if self.base is None else self.base.image_channels
+
+    @abstractmethod
+    def _of_base(self, scores: Tensor) -> Tensor:
+        """Calibrated scores, up to a constant per voxel, of those that the base gives, or of the logits without one."""
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return self._of_base(logits if self.base is None else self.base(logits))
+
+    def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
+        if self.base is None or not self.image_channels:
+            return super()._log_probs(logits, image)
+        logits = self._checked(logits, image)
+        scores = self._of_base(self.base(only_possible(at_least_float32(logits)), image))
+        log_probs = scores.log_softmax(1).to(logits.dtype)
+        return log_probs if self.preserves is None else keep_argmax(log_probs, logits.argmax(1))
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments; the base as its id and its own arguments."""

@@ -97,8 +97,8 @@ class Ensemble(ComposedCalibrator):
         pooled = pool((z if z.dtype == torch.float64 else z.float() for z in logits), self.space)
         return super()._log_probs(pooled, image).to(logits[0].dtype)
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        return logits - logits.amax(1, keepdim=True) if self.base is None else self.base(logits)
+    def _of_base(self, scores: Tensor) -> Tensor:
+        return scores - scores.amax(1, keepdim=True) if self.base is None else scores
 
     @torch.no_grad()
     def _pieces(self, case: Case) -> Iterator[tuple[slice, Tensor]]:

@@ -13,6 +13,7 @@ import segcal.calibrators.local_network as local_network
 from segcal.calibrators.base import Calibrator, ParameterCount
 from segcal.calibrators.local_training import Recipe, fit_network
 from segcal.calibrators.module import renamed
+from segcal.calibrators.precision import full_precision
 from segcal.calibrators.temperature import HasTemperature, TemperatureScaling
 from segcal.cases.device import values_at_once
 from segcal.errors import InputError, check_name, check_whole, naming
@@ -155,7 +156,8 @@ class LocalTemperatureScaling(HasTemperature, Calibrator):
             image: As ``forward`` takes it.
         """
         if self.channels is None:
-            return _joined([t for _, t in self._parts(logits, image)])
+            with full_precision():
+                return _joined([t for _, t in self._parts(logits, image)])
         return torch.cat([own.temperature_map(z, seen) for own, z, seen in self._by_channel(logits, image)])
 
     def _parts(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -135,7 +135,23 @@ def exact_convolutions(device: torch.device) -> AbstractContextManager[Any]:
     """On a GPU, convolutions in full float32 (cuDNN's default rounds to 10 bits) that give the same bits every time."""
     if device.type != "cuda" or recording():
         return nullcontext()
-    return torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    return _exact_cudnn()
+
+
+@contextmanager
+def _exact_cudnn() -> Iterator[None]:
+    """The flags of convolutions: those of PyTorch 2.9 and later refuse to be mixed with the earlier ones."""
+    cudnn: Any = torch.backends.cudnn
+    if not hasattr(cudnn, "conv"):
+        with cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            yield
+        return
+    before = cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision
+    cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision = True, False, "ieee"
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision = before
 
 
 def _factor(branches: Tensor, leaf: Tensor | None = None) -> Tensor:

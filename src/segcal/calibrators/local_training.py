@@ -144,7 +144,7 @@ def _image_means(temperatures: Tensor, crops: Crops) -> Tensor:
         means = (same @ total) / (same @ count)
     else:
         _, owner = torch.unique(crops.owner, return_inverse=True)
-        sums = (torch.zeros(int(owner.max()) + 1).index_add(0, owner, own) for own in (total, count))
+        sums = (total.new_zeros(int(owner.max()) + 1).index_add(0, owner, own) for own in (total, count))
         means = torch.div(*sums)[owner]
     return means.view(-1, *[1] * len(axes)).expand_as(temperatures)
 

@@ -111,11 +111,8 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
         """Weight and bias of every linear map, which include batch norm."""
         return [(self.get_buffer(f"weight{index}"), self.get_buffer(f"bias{index}")) for index in range(_LAYERS)]
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        return self._flattened(logits if self.base is None else self.base(logits))
-
-    def _flattened(self, scores: Tensor) -> Tensor:
-        """Scores of the base, divided by T1 where the selector suspects them."""
+    def _of_base(self, scores: Tensor) -> Tensor:
+        """The scores, divided by T1 where the selector suspects them."""
         scores = scores - scores.amax(1, keepdim=True)
         suspected = self.suspicion(scores.log_softmax(1)).unsqueeze(1) > 0
         return torch.where(suspected, scores * self.beta.to(scores), scores)
@@ -126,7 +123,7 @@ class SelectiveScaling(HasTemperature, HasDetection, ComposedCalibrator):
             yield from super()._pieces(case)
             return
         for rows, scores in self.base.pieces(case):
-            log_probs = self._flattened(scores).log_softmax(1)
+            log_probs = self._of_base(scores).log_softmax(1)
             yield rows, keep_argmax(log_probs, scores.argmax(1))
 
     def _fit(self, data: FitData) -> Fitted:

@@ -182,9 +182,10 @@ def _look(cases: CaseSet, share: float, seed: int) -> tuple[TemperatureSums, _Dr
             draw(case, chunk)
 
     def look(case: Case, chunk: Chunk) -> TemperatureSums | Tensor:
+        begun = begin_sums(Voxels.of(chunk), 1.0)
         if share:
             draw(case, chunk)
-        return begin_sums(Voxels.of(chunk), 1.0)
+        return begun
 
     if all(ref.memory == "cpu" for ref in cases.refs):  # read twice at no cost
         total = _sums_at(cases, 1.0)

@@ -108,6 +108,7 @@ class Declared(NamedTuple):
     @classmethod
     def of(cls, kind: Kind, ignore_index: int, channel_names: Sequence[str] | None) -> Declared:
         """As the arguments of public functions say."""
+        _check_ignored(ignore_index)
         return cls(kind, ignore_index, None if channel_names is None else tuple(channel_names))
 
     @property
@@ -129,8 +130,9 @@ class Declared(NamedTuple):
     def check_channels(self, batch: Batch) -> None:
         """Raise unless there is a name for every channel."""
         names, count = self.channel_names, batch.scores.shape[1]
-        if names is not None and (len(names) != count or len(set(names)) < count):
-            raise InputError(f"channel_names {', '.join(names)}", expected=f"{count} different names, one per channel")
+        if names is not None and (len(names) != count or len(set(names)) < count or not all(names)):
+            expected = f"{count} different names, none empty, one per channel"
+            raise InputError(f"channel_names {', '.join(names)}", expected=expected)
 
 
 def _checked_batches(batches: Iterable[Any], declared: Declared) -> Iterator[Batch]:
@@ -153,8 +155,16 @@ def _case_set(
     return replace(cases, num_classes=2, class_names=CHANNEL_CLASSES, channel_names=declared.channel_names)
 
 
+def _check_ignored(ignore_index: Any) -> None:
+    if type(ignore_index) is not int:
+        raise InputError(
+            f"ignore_index is {ignore_index!r}", expected="a whole number", fix="say -1 if no label is to be ignored"
+        )
+
+
 def cases_to_fit(source: Source, labels: Any, ignore_index: int, mask: Any) -> CaseSet:
     """``cases_from``, but the images of a single batch become about ten cases, which are fitted faster."""
+    _check_ignored(ignore_index)
     batch = None if isinstance(source, CaseSet) else single_batch(source, labels, "logits", mask)
     if batch is None:
         return cases_from(source, labels, ignore_index=ignore_index, mask=mask)

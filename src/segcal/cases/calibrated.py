@@ -135,12 +135,12 @@ def check_classes(
         Traceback (most recent call last):
         segcal.errors.InputError: the cases have the classes a, b, c, d, e, f; expected b, a, c, d, e, f, as the ...
     """
-    if not isinstance(like, Classified):
-        if like is not None and not callable(like):
+    if isinstance(like, type) or not isinstance(like, Classified):
+        if isinstance(like, type) or (like is not None and not callable(like)):
             raise InputError(
                 f"the calibrator is {like!r}",
                 expected="a calibrator, a function of logits, or None",
-                fix="read it from its file by segcal.load",
+                fix=f"{like.__name__}().fit(...)" if isinstance(like, type) else "read it from its file by segcal.load",
             )
         return
     if like.num_classes is None:

@@ -18,6 +18,7 @@ from segcal.cases.splits import PARTS, Groups, by_group, check_splits, draw_part
 from segcal.errors import InputError, check_name, check_seed, left_for_later
 from segcal.files.atomic import file_size
 from segcal.parallel.threads import torch_threads
+from segcal.transfer import received
 from segcal.types import Case, Kind, check_members, check_pooling, no_members
 
 # Larger cases are not read ahead as a whole: they are read piece by piece with Case.chunks().
@@ -126,11 +127,11 @@ class CaseSet(Sequence[Case]):
         with torch_threads(torch.get_num_threads()), reader:
             ahead = reader.submit(_open_ahead, self.refs[0])
             for following in self.refs[1:]:
-                case = ahead.result()
+                case = _received(ahead.result())
                 ahead = reader.submit(_open_ahead, following)
                 yield case
                 del case  # Otherwise it would stay in memory while the next one is read.
-            yield ahead.result()
+            yield _received(ahead.result())
 
     @property
     def on_gpu(self) -> bool:
@@ -310,6 +311,13 @@ def numbered_channels(count: int) -> tuple[str, ...]:
 
 def _open_and_call(ref: CaseRef, method: str, *arguments: Any) -> Case:
     case: Case = getattr(ref.open(), method)(*arguments)
+    return case
+
+
+def _received(case: Case) -> Case:
+    """A case that was opened ahead, on this thread's stream."""
+    everything = slice(0, case.source.spatial[0])
+    received(case.rows(name, everything) for name in ("logits", "labels", "mask") if case.has_read(name))
     return case
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from segcal.cases.splits import PARTS
-from segcal.cases.toml import BOOL, Rule, Table, checked, choice, is_whole, list_of, read_toml
+from segcal.cases.toml import BOOL, Rule, Table, checked, choice, is_text, is_whole, list_of, read_toml
 from segcal.errors import ConfigError
 from segcal.types import Kind
 
@@ -46,7 +46,7 @@ _GROUPS = Rule(
 )
 _INTEGER = Rule(_is_int, "a whole number that fits 64 bits")
 _COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
-_NAMES = list_of(_TEXT.good, "a list of texts, all different names", whole=lambda v: len(set(v)) == len(v))
+_NAMES = list_of(is_text, "a list of texts, none empty, all different", whole=lambda v: len(set(v)) == len(v))
 _BACKGROUND = Rule(lambda v: v == "none" or _is_int(v), "the number of a class, or 'none'")
 _LABELS = list_of(lambda v: _is_int(v) and v >= 0, "a list of labels", whole=bool)
 _SIZES = list_of(

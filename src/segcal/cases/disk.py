@@ -255,7 +255,11 @@ class DiskCase:
         """Valid voxels of some rows: the user's mask, without nnU-Net's padded exterior."""
         masks = []
         if self.files.mask is not None:
-            masks.append(self._extra(self.files.mask, oriented.MASK_KEYS, rows, leading=0) != 0)
+            found = self._extra(self.files.mask, oriented.MASK_KEYS, rows, leading=0)
+            if found.dtype.kind == "f" and np.isnan(found).any():
+                with self._naming(self.files.mask):
+                    raise DataError("NaN in the mask", expected="0, or another number for voxels that count")
+            masks.append(found != 0)
         if (outside := self.exterior(rows)) is not None:
             masks.append(~outside)
         if not masks:

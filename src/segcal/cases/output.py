@@ -7,15 +7,17 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from segcal.cases.caseset import CaseSet
+from segcal.cases.caseset import CaseRef, CaseSet
 from segcal.cases.disk import DiskCase
 from segcal.cases.formats import Array, ArraySpec, create_array, open_array
-from segcal.errors import InputError, OutputError, SegcalError
+from segcal.errors import DataError, InputError, OutputError, SegcalError
 from segcal.files.atomic import atomic_path, file_name, file_state
 from segcal.files.folders import OwnFolder, same_place
 from segcal.files.remote import RemotePath
@@ -46,7 +48,17 @@ class OutputFolder(OwnFolder):
         self.suffix = ".zarr" if isinstance(folder, RemotePath) else ".npy"
         self.multilabel = cases.channel_names is not None
         self._settings = json.dumps([SEGCAL, settings], sort_keys=True)
+        self._opened: dict[str, str] = {}  # the sources of cases when they were opened
         self._finished = {record["file"]: record for record in self.records if record.keys() >= _FINISHED}
+
+    def watched(self, cases: CaseSet) -> CaseSet:
+        """The same cases, whose files are compared when they are opened and when an array of them is written."""
+        return replace(cases, refs=[replace(ref, open=partial(self._open, ref)) for ref in cases.refs])
+
+    def _open(self, ref: CaseRef) -> Case:
+        case = ref.open()
+        self._opened[case.id] = self._source(case)
+        return case
 
     def require_one(self, case: Case) -> None:
         """Raise if a case is a batch of images: a file holds one image, or the channels of one."""
@@ -95,7 +107,10 @@ class OutputFolder(OwnFolder):
                 sink.write(tuple(slice(*bound) for bound in bounds), block)
 
             yield write
-        record = {"file": relative, "source": self._source(case), "parts": parts, "digest": digest.hexdigest()}
+        source = self._source(case)
+        if self._opened.get(case.id, source) != source:
+            raise DataError("its files changed while they were read", case=case.id, fix="run again with --resume")
+        record = {"file": relative, "source": source, "parts": parts, "digest": digest.hexdigest()}
         if _digest(path, parts) != record["digest"]:
             raise OutputError("reads back differently from what was written", where=str(path), fix="check the disk")
         self.note(record)

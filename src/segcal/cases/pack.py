@@ -74,7 +74,7 @@ def write_dataset(
     label_type, ignored = _label_type(cases, format)
     settings = {"dtype": dtype, "format": format, "classes": cases.num_classes, "ignore_index": cases.ignore_index}
     with OutputFolder(as_path(folder), cases, DATASET, settings=settings, resume=resume) as output:
-        for case in cases:
+        for case in output.watched(cases):
             progress(case.id)
             if case.spacing:
                 spacing[case.id] = case.spacing

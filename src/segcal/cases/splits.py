@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -64,7 +65,8 @@ def check_splits(splits: Mapping[str, Sequence[str]], ids: Sequence[str], groups
                 expected=f"names of cases, such as {some(ids[:2])}",
                 fix="correct or remove these names",
             )
-        if twice := sorted({name for name in names if name in part_of or list(names).count(name) > 1}):
+        counts = Counter(names)
+        if twice := sorted(name for name, count in counts.items() if name in part_of or count > 1):
             raise ConfigError(
                 f"{some(twice)} in splits.{part} and in splits.{part_of.get(twice[0], part)}",
                 expected="every case in one part, once",

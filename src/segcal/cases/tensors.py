@@ -14,7 +14,7 @@ from torch import Tensor
 
 from segcal.cases.caseset import CaseRef, CaseSet
 from segcal.cases.disk import check_labels
-from segcal.checks import checked_labels, checked_mask
+from segcal.checks import checked_labels, checked_mask, holding
 from segcal.errors import InputError, check_name
 from segcal.scores import canonical_logits, sum_to_one
 from segcal.types import CHUNK_VALUES, Case, CaseSource, Kind
@@ -110,10 +110,20 @@ class Batch:
         assert labels is not None
         return replace(self, scores=scores, labels=labels, mask=mask)
 
+    def _harmless(self, ignore_index: int) -> Tensor:
+        """The scores, without NaN and infinities where voxels do not count."""
+        labels, mask = self.labels.long(), self._mask_of_labels()
+        ignored = labels == ignore_index if mask is None else (labels == ignore_index) | ~mask
+        unfit = ~self.scores.isfinite() & (ignored if self.multilabel else ignored.unsqueeze(1))
+        if not bool(unfit.any()):
+            return self.scores
+        unfit = unfit if self.multilabel else unfit.any(1, keepdim=True)
+        return self.scores.masked_fill(unfit, 0.0 if self.kind == "logits" else 1 / self.scores.shape[1])
+
     def case(self, id: str, ignore_index: int) -> Case:
         """The images as a case, with logits in float32 as files give them."""
-        logits = canonical_logits(self.scores, self.kind, multilabel=self.multilabel).float()
         labels, mask = self.labels.long(), self._mask_of_labels()
+        logits = canonical_logits(self._harmless(ignore_index), self.kind, multilabel=self.multilabel).float()
         if self.multilabel:
             labels, mask = labels.flatten(0, 1), None if mask is None else mask.flatten(0, 1)
         return Case(TensorSource(id, logits, labels, mask, ignore_index))
@@ -141,7 +151,7 @@ def tensors_as_cases(logits: Any, labels: Any, ignore_index: int, mask: Any) -> 
 def batch_as_cases(batch: Batch, ignore_index: int) -> CaseSet:
     """The images of a batch as about ten cases."""
     logits = batch.scores if batch.kind == "logits" else canonical_logits(batch.scores, batch.kind)
-    labels, mask = batch.labels, batch.mask
+    logits, labels, mask = _usual(logits), _usual(holding(batch.labels, ignore_index)), batch.mask
     refs = []
     # Several images make a case: few enough to hold some cases out, enough to keep the overhead per case small.
     size = max(1, min(len(logits) // _TENSOR_CASES, CHUNK_VALUES // max(1, logits[:1].numel())))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from segcal.calibrators import Calibrator
-from segcal.cases import CaseSet
+from segcal.cases import CaseSet, Source, cases_from
 from segcal.cases.calibrated import AnyCalibrator, check_classes, score_pieces
 from segcal.cases.device import Device
 from segcal.cases.disk import DiskCase
@@ -40,7 +40,7 @@ class ApplyReport:
 
 def apply(
     calibrator: Calibrator,
-    cases: CaseSet,
+    cases: Source,
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
@@ -72,13 +72,14 @@ def apply(
         >>> apply(segcal.calibrators.TemperatureScaling().fit(cases), cases, tempfile.mkdtemp()).flips
         0
     """
+    cases = cases_from(cases)
     check_classes(cases, calibrator)
     # The digest of its file covers everything that determines its output.
     digest = hashlib.blake2b(calibrator.to_bytes(), digest_size=16).hexdigest()
     settings = {"calibrator": digest, "dtype": str(dtype)}
     report = ApplyReport()
     with OutputFolder(as_path(folder), cases, "calibrated scores", settings=settings, resume=resume) as output:
-        for case in cases.on(device):
+        for case in output.watched(cases).on(device):
             progress(case.id)
             map_path = f"confidence/{file_name(case.id)}{output.suffix}"
             asked = {score_path(output, case): True, map_path: confidence, nifti_path(case): nifti}

@@ -122,6 +122,7 @@ def evaluate_many(
     if workers > 1:
         _check_sendable("calibrator", calibrators)
         _check_sendable("mask", plan.masks)
+        _check_sendable("groups", {"": cases.groups})
     some = None if counted is None or set(counted) >= set(cases.ids) else frozenset(counted)
     shared = partial(in_shares, workers=workers, progress=progress)
     sums = shared(_measure_share, cases, plan, calibrators, some, unfinished, merge=_merged)

@@ -13,8 +13,9 @@ from typing import Any
 
 from segcal.files.atomic import remove_leftovers, write_text
 
-# Seconds between two writes: what a stopped evaluation has to do again.
-EVERY = 10.0
+# Seconds between two writes: what a stopped evaluation has to do again. The sums of very many cases take longer to
+# write, so at least so many times as long as the last write took.
+EVERY, _RARELY = 10.0, 20
 _NAME = "share-{}.json"
 
 
@@ -29,6 +30,7 @@ class Unfinished:
     folder: Path
     key: str
     _written: float = field(default_factory=time.time)  # of the wall clock, which machines share
+    _took: float = 0.0
 
     def read(self, share: Sequence[str]) -> tuple[int, Any]:
         """How many cases of this share are done, and their sums; none if nothing was left."""
@@ -40,9 +42,10 @@ class Unfinished:
 
     def write(self, share: Sequence[str], done: int, sums: Callable[[], Any]) -> None:
         """Keep the sums of the first cases of this share, if the last ones were kept long enough ago."""
-        if time.time() - self._written >= EVERY:
+        if (now := time.time()) - self._written >= max(EVERY, _RARELY * self._took):
             write_text(self._file(share), json.dumps({"done": done, "sums": sums()}))
             self._written = time.time()
+            self._took = self._written - now
 
     def remove(self) -> None:
         """Remove what was kept."""

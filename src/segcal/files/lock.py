@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from segcal.errors import OutputError
@@ -80,5 +81,8 @@ class Lock:
     def release(self) -> None:
         """Give the lock up."""
         if self._held is not None:
+            if fcntl is not None:
+                with suppress(OSError):  # A forked process, such as one of a DataLoader, may have the file open, too.
+                    fcntl.flock(self._held, fcntl.LOCK_UN)
             os.close(self._held)
             self._held = None

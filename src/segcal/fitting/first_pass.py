@@ -15,7 +15,7 @@ from segcal.cases.calibrated import AnyCalibrator
 from segcal.cases.shares import in_shares
 from segcal.fitting.data import FitData, over_chunks, valid_rows
 from segcal.fitting.limits import HIGHEST, LOWEST
-from segcal.fitting.sampling import VoxelSample, VoxelSampler
+from segcal.fitting.sampling import Keys, VoxelSample, VoxelSampler
 from segcal.kernels import Voxels
 from segcal.kernels.dispatch import fast_rows
 from segcal.kernels.fitting_passes import slope_and_variance
@@ -52,8 +52,10 @@ class FirstPass:
 
     @classmethod
     def over(cls, cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator = None) -> FirstPass:
-        """Read all cases once, mapped by the base if there is one; raises where scores or labels are invalid."""
-        sampler, true, nll, impossible = in_shares(_survey, cases, voxels, seed, base, merge=_merged)
+        """Read all cases, mapped by the base if there is one; raises where scores or labels are invalid."""
+        sampler, true, nll, impossible = in_shares(_survey, cases, voxels, seed, base, None, merge=_merged)
+        if (limits := sampler.limits()) is not None:  # rarely: of large easy cases and a few small hard ones
+            sampler, *_ = in_shares(_survey, cases, voxels, seed, base, limits, merge=_merged)
         sample = sampler.sample()
         if impossible:
             sample = replace(sample, logits=only_possible(sample.logits))
@@ -89,8 +91,8 @@ class FirstPass:
 _Surveyed = tuple[VoxelSampler, NDArray[np.int64], float, bool]
 
 
-def _survey(cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator) -> _Surveyed:
-    sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed)
+def _survey(cases: CaseSet, voxels: int, seed: int, base: AnyCalibrator, limits: Keys | None) -> _Surveyed:
+    sampler = VoxelSampler(cases.num_classes, min(voxels, most_voxels(cases.num_classes)), seed, limits)
     true, nll, impossible = np.zeros(cases.num_classes, np.int64), 0.0, False
     for seen in over_chunks(cases, lambda case, chunk: sampler.add(Voxels.of(chunk), case.id), base):
         true, nll, impossible = true + seen.true, nll + seen.nll, impossible or seen.impossible

@@ -44,9 +44,9 @@ def _losses(cases: CaseSet, calibrator: AnyCalibrator) -> VoxelStatistics:
     statistics = VoxelStatistics(cases.num_classes, (), classwise=False)
 
     def add(case: Case, chunk: Chunk) -> None:
-        statistics.update(chunk.logits, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
         if calibrator is None:
             check_possible(chunk)
+        statistics.update(chunk.logits, chunk.labels, ignore_index=chunk.ignore_index, mask=chunk.mask)
 
     for _ in over_chunks(cases, add, calibrator):
         pass

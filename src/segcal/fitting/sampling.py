@@ -7,12 +7,14 @@ allocation): ``1 - confidence`` where the prediction is right, 1 where it is wro
 ``size of stratum / number drawn`` voxels.
 
 A voxel's random key is a hash of its case and its position there, and a stratum keeps the voxels with the lowest keys.
+How many is known in the end only: where a stratum turns out to need voxels that were let go, the data are read again.
 So the sample does not depend on how the data are cut into chunks or shared by processes, and a smaller sample is part
 of the larger.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +38,12 @@ CONFIDENCES = (0.6, 0.9, 0.99, 0.999)
 _GRADIENTS = np.array([[1.0, 1.0, 1.0, 1.0, 1.0], [0.5, 0.25, 0.05, 0.005, 0.0005]])
 # The part of a class's share that its strata divide equally, so that none goes unseen.
 _EQUALLY = 0.2
-# The sign bit of an int64.
-_SIGN = -(2**63)
+# The sign bit of an int64, and the highest key.
+_SIGN, _LAST = -(2**63), np.uint64(2**64 - 1)
 # While data go by, up to _MOST sample sizes are held, then thinned to _SPARE: the shares of strata still change.
 _SPARE, _MOST = 1.25, 2
+# Standard deviations of the number of voxels with low keys, by which more are drawn when the data are read again.
+_MARGIN = 10
 # The parts of a sample that threads sort, and voxels that they move to their places at a time.
 _SORTED, _MOVED = 32, 2**14
 
@@ -111,6 +115,8 @@ class VoxelSample:
 class VoxelSampler:
     """Draws a sample of at most ``voxels`` from chunks of data, one after the other.
 
+    ``limits`` are those of an earlier sampler of the same data: keys above them are not kept, all others are.
+
     Examples:
         >>> sampler = VoxelSampler(num_classes=3, voxels=100)
         >>> z = torch.randn(1, 3, 50, 60, generator=torch.Generator().manual_seed(0))
@@ -120,11 +126,13 @@ class VoxelSampler:
         (100, 3000, 3000)
     """
 
-    def __init__(self, num_classes: int, voxels: int, seed: int = 0) -> None:
+    def __init__(self, num_classes: int, voxels: int, seed: int = 0, limits: Keys | None = None) -> None:
         self.num_classes, self.voxels, self.seed = num_classes, voxels, seed
         strata = num_classes * 2 * (len(CONFIDENCES) + 1)
         self._sizes = np.zeros(strata, np.int64)
-        self._highest = np.full(strata, np.iinfo(np.uint64).max, np.uint64)  # keys above are not kept
+        # Keys above are not kept.
+        self._highest = np.full(strata, _LAST) if limits is None else limits
+        self._most = int(_MOST * voxels) if limits is None else sys.maxsize
         self._parts: list[VoxelSample] = []
         self._held, self.device = 0, torch.device("cpu")
         self._next: dict[str, int] = {}  # the number of the next voxel of every case
@@ -134,22 +142,23 @@ class VoxelSampler:
         seen = survey(voxels, CONFIDENCES)
         self.device = voxels.logits.device
         logits, flat_labels, length = voxels.logits.detach(), voxels.labels.reshape(-1), len(seen.strata)
+        sizes = self._sizes.copy()  # nothing changes before all is drawn: a GPU may lack memory for this chunk
         first = self._next.setdefault(case, case_seed(self.seed, case))
         if isinstance(seen.strata, Tensor):
-            most = int(_MOST * self.voxels)
-            kept, strata, keys = _choose_on_device(seen.strata, first, self._highest, self._sizes, most)
+            kept, strata, keys = _choose_on_device(seen.strata, first, self._highest, sizes, self._most)
         else:
-            kept, keys = _choose(seen.strata, np.uint64(first), self._highest, self._sizes)
+            kept, keys = _choose(seen.strata, np.uint64(first), self._highest, sizes)
             strata = seen.strata[kept]
-        self._next[case] = first + length
         item, place = np.divmod(kept, max(1, length // max(1, len(logits))))
         scores = logits.flatten(2) if logits.ndim > 2 else logits[:, :, None]
         drawn = _rows(flat_labels, kept).long()
         chosen = _rows(scores.movedim(1, -1), item, place)
         chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+        self._next[case] = first + length
+        self._sizes[:] = sizes  # in place: all parts have it
         self._parts.append(VoxelSample(chosen, drawn, strata, keys, self._sizes))
         self._held += len(kept)
-        if self._held > _MOST * self.voxels:
+        if self._held > self._most:
             self._thin(int(_SPARE * self.voxels))
         return seen
 
@@ -160,9 +169,19 @@ class VoxelSampler:
         parts = (*self._parts, *other._parts)
         self._parts = [part.take(np.flatnonzero(part.keys <= self._highest[part.strata])) for part in parts]
         self._held = sum(map(len, self._parts))
-        if self._held > _MOST * self.voxels:
+        if self._held > self._most:
             self._thin(int(_SPARE * self.voxels))
         return self
+
+    def limits(self) -> Keys | None:
+        """The keys up to which the sample needs voxels, where some of them were let go; None if all are there."""
+        quota = _quota(self._sizes, self._sizes, self.voxels)
+        if not quota.any() or (np.bincount(self._strata_and_keys()[0], minlength=len(quota)) >= quota).all():
+            return None
+        share = (quota + _MARGIN * (1 + np.sqrt(quota))) / np.maximum(self._sizes, 1)
+        limits = np.full(len(share), _LAST)
+        limits[share < 1] = (2.0**64 * share[share < 1]).astype(np.uint64)
+        return limits
 
     def _thin(self, voxels: int) -> None:
         strata, keys = self._strata_and_keys()
@@ -242,7 +261,7 @@ def _choose(strata: Ints, first: np.uint64, highest: Keys, sizes: Ints) -> tuple
 
 
 def _choose_on_device(strata: Tensor, first: int, highest: Keys, sizes: Ints, most: int) -> tuple[Ints, Ints, Keys]:
-    """As ``_choose``, with the strata of the chosen; of a stratum at most ``most`` voxels, which is all it can give."""
+    """As ``_choose``, with the strata of the chosen; if they are more than ``most``, each stratum's share of these."""
     device = strata.device
     sizes += torch.bincount(strata[strata >= 0], minlength=len(sizes)).cpu().numpy()
     keys = _hash_on_device(torch.arange(len(strata), device=device) + first)
@@ -258,7 +277,13 @@ def _choose_on_device(strata: Tensor, first: int, highest: Keys, sizes: Ints, mo
     chosen = kept[order[rank < share[own[order]]]].sort().values if len(kept) > most else kept
     found = chosen, strata[chosen].long(), keys[chosen]
     places, strata_of, keys_of = (tensor.cpu().numpy() for tensor in found)
-    return places, strata_of, keys_of.view(np.uint64)
+    keys_of = keys_of.view(np.uint64)
+    if len(kept) > most:  # Of the next voxels, too, none is kept whose key is above those of voxels that were not.
+        last = np.zeros_like(highest)
+        np.maximum.at(last, strata_of, keys_of)
+        cut = (count > share).cpu().numpy()
+        highest[cut] = np.minimum(highest, last)[cut]
+    return places, strata_of, keys_of
 
 
 def _hash_on_device(x: Tensor) -> Tensor:
@@ -284,9 +309,7 @@ def _hash(x: Keys) -> Keys:
 def _lowest(strata: Ints, keys: Keys, sizes: Ints, voxels: int) -> Ints:
     """Indices of ``voxels`` voxels, those with the lowest keys of every stratum, in their order."""
     held = np.bincount(strata, minlength=len(sizes))
-    # Two voxels of every stratum if possible: sums need one, their standard errors two.
-    least = next(own for few in (2, 1, 0) if (own := np.minimum(held, few)).sum() <= voxels)
-    quota = least + _fill(held - least, _shares(sizes), voxels - int(least.sum()))
+    quota = _quota(held, sizes, voxels)
     by_stratum = np.argsort(strata.astype(np.min_scalar_type(len(sizes))), kind="stable")  # fast for small types
     ends = np.cumsum(held)
     chosen = np.zeros(len(strata), np.bool_)
@@ -297,6 +320,13 @@ def _lowest(strata: Ints, keys: Keys, sizes: Ints, voxels: int) -> Ints:
 
     in_turn(choose, np.flatnonzero(quota).tolist())
     return np.flatnonzero(chosen)
+
+
+def _quota(held: Ints, sizes: Ints, voxels: int) -> Ints:
+    """How many of ``voxels`` voxels each stratum gives that holds so many."""
+    # Two voxels of every stratum if possible: sums need one, their standard errors two.
+    least = next(own for few in (2, 1, 0) if (own := np.minimum(held, few)).sum() <= voxels)
+    return least + _fill(held - least, _shares(sizes), voxels - int(least.sum()))
 
 
 def _by_key(keys: Keys) -> Ints:

@@ -118,7 +118,7 @@ def apply_knots(logits: Tensor, centres: Tensor, knots: Tensor) -> Tensor:
 def apply_bins(logits: Tensor, edges: Tensor, values: Tensor) -> Tensor:
     """Log-probabilities from the ``values (C, bins)`` of bins; see ``apply_cpu.apply_bins``."""
     classes, bins = values.shape
-    steps = (bins - 1).bit_length()
+    steps = max(1, (bins - 1).bit_length())  # 0 stands for knots
     limits = torch.full((classes, 2**steps - 1), torch.inf, device=logits.device)
     limits[:, : bins - 1] = edges
     tables = limits, values.to(logits.device, torch.float32).contiguous()

@@ -80,5 +80,9 @@ def flat(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def launch(loop: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run a loop in some programs. Products are added unrounded, whatever the default of a version of triton is."""
-    loop[(programs,)](*arguments, enable_fp_fusion=True, **options)
+    """Run a loop in some programs, on the device of its first argument, which triton takes the current one for.
+
+    Products are added unrounded, whatever the default of a version of triton is.
+    """
+    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+        loop[(programs,)](*arguments, enable_fp_fusion=True, **options)

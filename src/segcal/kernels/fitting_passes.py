@@ -278,6 +278,7 @@ class FineHistogram:
         size, one = self.counts.size, 2.0**_FRACTION
         totals = torch.zeros(3, size, dtype=torch.int64, device=voxels.logits.device)
         centres = torch.from_numpy(logit_centres()).to(totals.device)
+        seen, loss = 0, 0.0  # added at the end: the device may lack memory for a later piece
         for piece in voxels.pieces(_DEVICE_VOXELS):
             scores, labels, _ = voxels.checked(piece)
             log_p = log_probabilities(scores[None])[0]
@@ -289,9 +290,10 @@ class FineHistogram:
             totals[0].scatter_add_(0, places.flatten(), ones.flatten())
             totals[1].scatter_add_(0, places.gather(0, labels[None])[0], ones[0])
             totals[2].scatter_add_(0, places.flatten(), share.flatten())
-            self.voxels += len(labels)
-            self.nll -= float(log_p.gather(0, labels[None]).sum())
+            seen += len(labels)
+            loss -= float(log_p.gather(0, labels[None]).sum())
         counts, positive, shares = totals.cpu().numpy()
+        self.voxels, self.nll = self.voxels + seen, self.nll + loss
         self.counts.reshape(-1)[:] += counts
         self.positive.reshape(-1)[:] += positive
         self.probability[:] += shares.reshape(self.counts.shape) / one * np.exp(logit_centres())

@@ -180,6 +180,15 @@ class Multipliers(nn.Module):
         self.register_buffer("voxels", torch.zeros(2, dtype=torch.int64))
         self.trace: list[dict[str, Any]] = []
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Multipliers:
+        """Only move: a module in half precision that has the loss within would make its sums stop growing."""
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def add(self, sums: Tensor, voxels: Tensor) -> None:
         """Add sums of violations ``(2, C)`` over this many voxels ``(2,)`` of each region."""
         self.sums += sums.to(self.sums)

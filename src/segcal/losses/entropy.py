@@ -72,7 +72,7 @@ def _smoothing_terms(alpha: float, batch: Batch, weights: Tensor | None, out: Te
     hard = (1 - alpha) * weights[index]
     total = hard + share.sum()  # the sum of a voxel's weighted targets
     # sum_k t_k (logsumexp - z_k), split into the label's term and the uniform term.
-    spread = (z - soft.top).mul_(share).sum(1, keepdim=True)
+    spread = (z - soft.top).mul_(share).nan_to_num_(0.0, torch.inf, -torch.inf).sum(1, keepdim=True)  # -inf * 0
     value = hard * (soft.top - z.gather(1, index)) - spread - total * soft.log_top
     gradient = None
     if batch.needs_gradient:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segcal.checks import holding
 from segcal.errors import InputError, check_name
 from segcal.kernels import Voxels
 from segcal.kernels.reference import refine
@@ -103,7 +104,7 @@ class SecondPass:
 
         The options ``mask`` and ``score_map`` are those of ``VoxelStatistics.update``.
         """
-        voxels = Voxels(logits, labels, ignore_index=ignore_index, **options)
+        voxels = Voxels(logits, holding(labels, ignore_index), ignore_index=ignore_index, **options)
         return self._add(refine(voxels, self.grid, self.cells))
 
     def merge(self, other: SecondPass) -> SecondPass:

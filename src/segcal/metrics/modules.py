@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from segcal.checks import checked_labels
 from segcal.errors import InputError, MissingExtraError, check_name, did_you_mean
 from segcal.metrics import METRICS, MetricSpec, options_of, reliability
+from segcal.regions.boundary import valid_voxels
 from segcal.scores import KINDS, canonical_logits
 from segcal.statistics import Layout, VoxelStatistics
 from segcal.types import Kind
@@ -230,7 +231,7 @@ def _logits(preds: Tensor, target: Tensor, kind: Kind | Literal["auto"], ignore_
     """``preds`` as logits: as they are, or the logarithm of probabilities, where an ignored voxel may hold anything."""
     if kind == "logits":
         return preds
-    ignored = torch.zeros_like(target, dtype=torch.bool) if ignore_index is None else target == ignore_index
+    ignored = ~valid_voxels(target, ignore_index=ignore_index)
     if kind == "auto" and not _look_like_probabilities(preds, ignored):
         return preds
     try:

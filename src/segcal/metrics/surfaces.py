@@ -274,6 +274,7 @@ def _miss(absent: Miss, diagonal: float) -> float:
 def _check_classes(segmentation: Tensor, valid: Tensor, num_classes: int, name: str) -> None:
     if segmentation.is_floating_point():
         raise InputError(f"{name} has dtype {segmentation.dtype}", expected="integers", fix="pass class indices")
+    segmentation = segmentation.long()  # uint16 has no comparison
     bad = valid & ((segmentation < 0) | (segmentation >= num_classes))
     if bool(bad.any()):
         raise InputError(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
-from segcal.checks import checked_mask
+from segcal.checks import checked_mask, holding
 from segcal.errors import InputError
 from segcal.kernels.dispatch import fast_distances
 
@@ -43,6 +43,7 @@ def valid_voxels(labels: Tensor, *, ignore_index: int | None = 255, mask: Tensor
     """
     if labels.is_floating_point() or labels.is_complex():
         raise InputError(f"labels have dtype {labels.dtype}", expected="integers", fix="pass class indices")
+    labels = holding(labels, ignore_index)
     valid = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     return valid if mask is None else valid & checked_mask(mask, labels, "mask")
 

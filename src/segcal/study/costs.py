@@ -66,7 +66,7 @@ class DataSize:
         kept = source.members[0]
         held = kept.file.dtype.itemsize * math.prod(kept.shape) * len(source.members)
         form = f"{kept.file.dtype} {source.suffix.lower().lstrip('.')}"
-        return replace(size, format=form, ratio=seen[0].size / held)
+        return replace(size, format=form, ratio=seen[0].size / held if seen[0].size > 0 else 1.0)
 
     def part(self, cases: float) -> DataSize:
         """The size of some of the cases, if all were alike."""

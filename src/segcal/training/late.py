@@ -29,10 +29,11 @@ class LateNumbers:
         """Ask for a number of this step; yields those that are due."""
         event = None
         if number.device.type == "cuda":
+            stream = torch.cuda.current_stream(number.device)
             host = torch.empty((), dtype=number.dtype, pin_memory=True)
             number = host.copy_(number, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-            event.record()
+            event.record(stream)
         self._waiting.append((number, event))
         return self._read(self.steps)
 

@@ -255,6 +255,7 @@ class TrustCalibration(Calibrator):
         odds, scores = self._odds(tile, judged), self._loser_scores(exact, tile.winner, judged)
         if (kernels := trust_maps(scores)) is None:
             return level(odds, scores, tile.winner)
+        scores = scores.contiguous()  # as the loops have it, which write in place
         return scores, kernels.level(scores, odds, tile.winner, BELOW)
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:

@@ -60,11 +60,11 @@ class ImageTotals(NamedTuple):
 
     def means(self) -> Tensor:
         """Means of the point features ``(N, 5)`` float64."""
-        return self.sums / (self.predicted.sum(1, keepdim=True) * _UNIT)
+        return self.sums.double() / (self.predicted.sum(1, keepdim=True) * _UNIT)
 
     def summary(self) -> Tensor:
         """What the guard sees of an image ``(N, 6)``: those means, and the logarithm of the share of changes."""
-        share = self.changes / self.predicted.sum(1)
+        share = self.changes.double() / self.predicted.sum(1)
         return torch.cat((self.means(), torch.log(share + _FEW_CHANGES).unsqueeze(1)), 1)
 
 

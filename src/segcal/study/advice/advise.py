@@ -67,8 +67,12 @@ def advise(
         robust_choice=robust.method,
     )
     deployed = run.methods[choice.method].id != UNCALIBRATED
+    failed: list[str] = []
     if deployed:
-        run.refit(choice.method).save(run.folder / CALIBRATOR_FILE)
+        calibrator, reason = run.refit(choice.method)
+        calibrator.save(run.folder / CALIBRATOR_FILE)
+        if reason:
+            failed = [f"The last fit, to all but the test cases, failed, and the file is that of repeat 1: {reason}"]
     return {
         "method": choice.method,
         "best": choice.best,
@@ -76,7 +80,7 @@ def advise(
         "rule": RULE if run.cases.channel_names is None else RULE + CHANNEL_RULE,
         "headline": headline(choice, evidence),
         "sentences": sentences(choice, evidence),
-        "caveats": caveats(choice, evidence),
+        "caveats": [*caveats(choice, evidence), *failed],
         "candidates": list(choice.candidates),
         "left_out": list(choice.left_out),
         "validation_nll": choice.validation_nll,

@@ -270,8 +270,11 @@ class Run:
         """A method as fitted in a repeat."""
         return self.store.fitted(self.tasks[key, repeat].key)
 
-    def refit(self, key: str) -> Calibrator:
-        """A method with the strengths tuned in the first repeat, fitted to all cases that repeat does not test on."""
+    def refit(self, key: str) -> tuple[Calibrator, str | None]:
+        """A method with the strengths tuned in the first repeat, fitted to all cases that repeat does not test on.
+
+        If that fails, the map of the first repeat, and the reason.
+        """
         tuned, split = self.calibrator(key), self.splits[0]
         seen = {*split.calibration.ids, *split.validation.ids}
         part = self.cases.select([i for i in self.cases.ids if i in seen])
@@ -279,8 +282,8 @@ class Run:
         task = self.task(self.methods[key].id, self.variant(key), 0, calibration=part, validation=None, **how)
         self.meter.next(f"fitting {key} to all calibration and validation cases")
         with self._one_share(), alone():
-            run_fits([task], self.store, 1, lambda task: None)
-        return self.store.load(task.key) or tuned
+            found = run_fits([task], self.store, 1, lambda task: None)
+        return self.store.load(task.key) or tuned, found[task.key].get("reason")
 
     def timings(self) -> dict[str, Any]:
         """Seconds and memory of every method, over all repeats."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from segcal.calibrators import CALIBRATORS, Calibrator
 from segcal.calibrators.experts import ExpertCalibrator
 from segcal.cases import CaseSet
-from segcal.errors import OutputError, SegcalError, WorkerError
+from segcal.errors import OutputError, RankError, SegcalError, UnreachableError, WorkerError
 from segcal.evaluation.evaluate import evaluate_many
 from segcal.evaluation.plan import Plan
 from segcal.evaluation.results import POOLED, Results
@@ -35,6 +35,9 @@ from segcal.statistics import EVERYTHING
 from segcal.study.settings import Select, Tune, variant_of
 from segcal.study.tuning import tune
 from segcal.study.work.store import Store, class_key, content_key
+
+# No method's own fault: whatever comes next would fail, too, so these end the study.
+_ENDING = (WorkerError, RankError, UnreachableError)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def run_fit(task: FitTask, folder: Path) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")
     try:
         calibrator = _fitted(task)
+    except _ENDING:
+        raise
     except Exception as error:  # One method must not end the study.
         return {"status": "failed", "reason": str(error) if isinstance(error, SegcalError) else repr(error)}
     report = calibrator.fit_report
@@ -251,7 +256,7 @@ class Group(NamedTuple):
             if calibrators:
                 measure(calibrators)
         except Exception as error:
-            if stopped or isinstance(error, WorkerError):
+            if stopped or isinstance(error, _ENDING):
                 raise
             # A method cannot evaluate these cases. Run alone, each one shows whether it is the one that fails.
             for method, calibrator in calibrators.items():
@@ -259,7 +264,7 @@ class Group(NamedTuple):
                     measure({method: calibrator})
                 except Exception as error:
                     # Without a calibrator, the scores themselves are at fault.
-                    if stopped or calibrator is None or isinstance(error, WorkerError):
+                    if stopped or calibrator is None or isinstance(error, _ENDING):
                         raise
                     failures[method] = str(error) if isinstance(error, SegcalError) else repr(error)
         return {method: Evaluation.from_dict(document) for method, document in found.items()}, failures
