@@ -13,7 +13,14 @@ from segcal.calibrators.local import (
     LocalTemperatureScaling,
     TranslationInvariantLocalTemperature,
 )
-from segcal.calibrators.local_network import TemperatureTree, Window, _recorded_mirror, mirrored, network_inputs
+from segcal.calibrators.local_network import (
+    TemperatureTree,
+    Window,
+    _recorded_mirror,
+    exact_convolutions,
+    mirrored,
+    network_inputs,
+)
 from segcal.errors import InputError
 from segcal.synthetic import SpatialTemperature
 from segcal.types import Case
@@ -265,3 +272,21 @@ def test_small_thin_and_constant_images_fit(neighbourhood, size):
     first = sources[0].logits(slice(None))
     assert torch.isfinite(calibrator(first, torch.full((1, 1, *size), 5.0))).all()
     assert calibrator.fit_report.nll_after <= calibrator.fit_report.nll_before
+
+
+@pytest.mark.parametrize("chosen", ["legacy", "new"])
+def test_flags_of_convolutions_are_put_back(chosen):
+    """Also where the user has chosen the precision by the newer of PyTorch's two ways, which may not be mixed."""
+    cudnn = torch.backends.cudnn
+    if not hasattr(cudnn, "conv"):
+        pytest.skip("this PyTorch has one way only")
+    before = cudnn.conv.fp32_precision
+    try:
+        if chosen == "new":
+            cudnn.conv.fp32_precision = "ieee"
+        during = cudnn.conv.fp32_precision, cudnn.deterministic
+        with exact_convolutions(torch.device("cuda")):
+            assert (cudnn.conv.fp32_precision, cudnn.deterministic) == ("ieee", True)
+        assert (cudnn.conv.fp32_precision, cudnn.deterministic) == during
+    finally:
+        cudnn.conv.fp32_precision = before

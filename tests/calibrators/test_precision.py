@@ -1,4 +1,4 @@
-"""Calibrators compute and are fitted in full precision, and with gradients, whatever their caller has switched on or off."""
+"""Calibrators compute and are fitted in full precision, and with gradients, whatever their caller has switched."""
 
 import pytest
 import torch

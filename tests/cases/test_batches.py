@@ -285,3 +285,79 @@ def test_labels_are_accepted_and_refused_alike_everywhere():
         ):
             with pytest.raises(InputError, match=fix):
                 take(bad)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ignored"), [(torch.uint8, 256), (torch.uint8, -1), (torch.int8, 255), (torch.int8, 300)]
+)
+def test_labels_of_a_small_type_do_not_wrap_to_the_ignored_label(dtype, ignored):
+    logits, labels = data()
+    labels[labels == 255] = 0
+    small = labels.to(dtype)
+    for update in (
+        lambda y: VoxelStatistics(3).update(logits, y, ignore_index=ignored).count(),
+        lambda y: TemperatureScaling().fit(logits, y, ignore_index=ignored).fit_report.voxels_used,
+        lambda y: segcal.regions.valid_voxels(y, ignore_index=ignored).sum().item(),
+        lambda y: segcal.evaluate(segcal.cases_from(logits, y, ignore_index=ignored)).value("nll"),
+    ):
+        assert update(small) == update(labels)
+    assert VoxelStatistics(3).update(logits, small, ignore_index=ignored).count() == labels.numel()
+
+
+def test_a_label_below_0_is_an_error_in_a_small_type_too():
+    logits, labels = data()
+    labels = labels.where(labels != 255, -1).to(torch.int8)  # where 255 would be -1
+    with pytest.raises(InputError, match="label"):
+        TemperatureScaling().fit(logits, labels)
+    with pytest.raises(InputError, match="label -1"):
+        VoxelStatistics(3).update(logits, labels)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_does_not_count_may_hold_anything(value, masked):
+    logits, labels = data()
+    mask, spoilt = labels != 255, logits.clone()
+    spoilt[:, 1, 0, :2] = value
+    given = {"logits": spoilt, "labels": labels.where(mask, 0) if masked else labels}
+    given |= {"mask": mask} if masked else {}
+    found = segcal.evaluate(given, metrics=METRICS)
+    assert rows(found) == rows(segcal.evaluate({**given, "logits": logits}, metrics=METRICS))
+    probs = {**given, "probs": spoilt.softmax(1)}
+    del probs["logits"]
+    assert segcal.evaluate(segcal.cases_from(probs, kind="probs"), metrics=("nll",)).value("nll") > 0
+    spoilt[2, :, 5, 5] = value
+    with pytest.raises(InputError, match=r"logits at voxel \(5, 5\)"):
+        segcal.evaluate(given, metrics=METRICS)
+
+
+def test_ignored_channels_may_hold_anything_and_others_may_not():
+    z, y = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 2, 8, 8).long()
+    y[1, 0, 0] = 255
+    expected = segcal.evaluate(segcal.cases_from(z, y, channel_names=("a", "b"))).value("nll")
+    z[1, 0, 0] = torch.nan
+    assert segcal.evaluate(segcal.cases_from(z, y, channel_names=("a", "b"))).value("nll") == expected
+    z[1, 1, 0] = torch.nan
+    with pytest.raises(InputError, match="NaN"):
+        segcal.evaluate(segcal.cases_from(z, y, channel_names=("a", "b")))
+
+
+def test_apply_takes_tensors(tmp_path):
+    logits, labels = data()
+    calibrator = TemperatureScaling().fit(logits, labels)
+    report = segcal.apply(calibrator, (logits, labels), tmp_path / "out")
+    assert (report.written, report.flips) == (7, 0)
+
+
+def test_names_and_numbers_that_mean_nothing_are_refused():
+    z, y = torch.randn(2, 2, 8, 8), torch.zeros(2, 2, 8, 8).long()
+    with pytest.raises(InputError, match="2 different names, none empty"):
+        segcal.cases_from(z, y, channel_names=("", "b"))
+    for fit in (TemperatureScaling().fit, segcal.cases_from):
+        with pytest.raises(InputError, match="ignore_index is None.*say -1"):
+            fit(z, y[:, 0], ignore_index=None)
+    with pytest.raises(InputError, match=r"the calibrator is <class.*TemperatureScaling\(\)\.fit"):
+        segcal.evaluate((z, y[:, 0]), TemperatureScaling)
+    cases = segcal.cases_from(z, y[:, 0], groups=lambda name: name[:1])
+    with pytest.raises(InputError, match="the groups cannot be sent to worker processes"):
+        segcal.evaluate(cases, workers=2)

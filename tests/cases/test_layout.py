@@ -10,8 +10,10 @@ import pytest
 import segcal
 from datasets import labels, logits, nnunet, plain, save_nifti
 from segcal.calibrators import TemperatureScaling
-from segcal.errors import DataError, SegcalError
+from segcal.cases.config import parse_config
+from segcal.errors import ConfigError, DataError, SegcalError
 from segcal.evaluation.apply import apply
+from segcal.evaluation.check import check
 
 # -- files that belong to no case -------------------------------------------------------------------------------------
 
@@ -191,3 +193,22 @@ def test_folder_names_that_no_system_has(tmp_path, key):
     (root / "segcal.toml").write_text(f'kind = "logits"\n{key} = "{"a" * 5000}"\n')
     with pytest.raises(DataError, match=r"aaa\.\.\.: cannot be read \(File name too long\)"):
         segcal.open_cases(root)
+
+
+def test_nan_in_a_mask_is_neither_outside_nor_inside(tmp_path):
+    root = plain(tmp_path, count=2)
+    (root / "masks").mkdir()
+    for i in range(2):
+        mask = np.ones((9, 7), np.float32)
+        mask[:4] = np.nan if i else 0
+        np.save(root / "masks" / f"case{i}.npy", mask)
+    cases = segcal.open_cases(root)
+    assert int(cases[0].valid.sum()) <= 35
+    with pytest.raises(DataError, match=r"case 'case1'.*case1.npy: NaN in the mask"):
+        segcal.evaluate(cases)
+    assert any("NaN in the mask" in str(problem) for problem in check(root).problems)
+
+
+def test_an_empty_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="none empty"):
+        parse_config({"class_names": ["", "b"]})

@@ -327,3 +327,19 @@ def test_batches_are_not_cut_to_their_first_image_and_channels_are_all_written(t
     assert np.load(next((tmp_path / "applied" / "probs").iterdir())).shape == (2, 4, 5)
     write_dataset(channels, tmp_path / "packed")
     assert torch.equal(segcal.open_cases(tmp_path / "packed")[0].labels, channels[0].labels)
+
+
+@pytest.mark.parametrize("write", [write_dataset, partial(apply, TemperatureScaling())])
+def test_input_that_changes_while_it_is_read_is_an_error_and_is_read_again(tmp_path, write):
+    root, out = plain(tmp_path / "in", count=3), tmp_path / "out"
+    cases = segcal.open_cases(root)
+    if isinstance(write, partial):
+        write = partial(apply, TemperatureScaling().fit(cases))
+
+    def change(case):
+        if case == "case1":  # which has been read by now
+            np.save(root / "logits" / "case1.npy", logits(7))
+
+    with pytest.raises(DataError, match="'case1': its files changed while they were read"):
+        write(cases, out, progress=change)
+    assert write(segcal.open_cases(root), out, resume=True).skipped == 1

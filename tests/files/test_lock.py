@@ -1,7 +1,10 @@
 """One run at a time writes to a folder, and a run that was killed holds nothing."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -10,6 +13,7 @@ from datasets import plain, snapshot
 from segcal.cases import write_dataset
 from segcal.errors import OutputError
 from segcal.files.folders import JOURNAL, OwnFolder
+from segcal.files.lock import Lock
 
 HOLDER = """
 import sys, pathlib
@@ -46,3 +50,20 @@ def test_a_run_that_began_after_this_one_looked_is_seen(tmp_path):
     with pytest.raises(OutputError, match="another process has written here"):
         late.begin()
     assert (tmp_path / "out" / JOURNAL).read_text().count("holds") == 1
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path):
+    """As the workers of a DataLoader, which may outlive the run."""
+    mine, later = Lock(tmp_path / "file", tmp_path), Lock(tmp_path / "file", tmp_path)
+    mine.hold()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        mine.release()
+        later.hold()
+        later.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

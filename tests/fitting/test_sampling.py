@@ -338,3 +338,21 @@ def test_keys_are_sorted_by_parts_as_they_are_as_a_whole(count, scale):
     order = _by_key(keys)
     np.testing.assert_array_equal(np.sort(order), np.arange(count))
     np.testing.assert_array_equal(keys[order], np.sort(keys))
+
+
+def test_a_chunk_for_which_memory_is_short_is_not_counted(monkeypatch):
+    z, y = scene()
+    sampler, calls, rows = VoxelSampler(4, 500), [], sampling._rows
+
+    def short_once(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return rows(*given)
+
+    monkeypatch.setattr(sampling, "_rows", short_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        sampler.add(Voxels(z, y))
+    for part in (slice(0, 50), slice(50, None)):
+        sampler.add(Voxels(z[:, :, part], y[:, part]))
+    assert_same(sampler.sample(), draw(z, y, 500))

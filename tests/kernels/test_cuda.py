@@ -302,3 +302,11 @@ def test_fine_histograms_of_a_device() -> None:
         assert np.array_equal(one.counts, other.counts)
         assert np.array_equal(one.positive, other.positive)
         assert np.allclose(one.probability, other.probability, rtol=1e-8)
+
+
+def test_histograms_of_a_single_bin() -> None:
+    z = voxels(3).logits
+    found = cuda.apply_bins(z, torch.zeros(3, 0), torch.tensor([[-1.0], [-2.0], [-3.0]]))
+    expected = torch.tensor([-1.0, -2.0, -3.0], device=DEVICE).log_softmax(0).view(1, 3, 1, 1).expand_as(z)
+    finite = torch.isfinite(z).all(1, keepdim=True).expand_as(z)
+    torch.testing.assert_close(found[finite], expected[finite])

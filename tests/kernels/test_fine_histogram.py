@@ -169,3 +169,24 @@ def test_voxels_without_a_softmax_become_nan_and_no_others(kind):
     found = calibrator._fast(apply_cpu, z)
     bad = ~torch.isfinite(z.amax(1, keepdim=True)).expand_as(z)
     assert torch.equal(found.isnan(), bad)
+
+
+def test_a_chunk_for_which_memory_is_short_is_not_counted(monkeypatch):
+    z, y = torch.randn(1, 3, 200, 150), torch.randint(3, (1, 200, 150))
+    monkeypatch.setattr(fitting_passes, "_DEVICE_VOXELS", 20_000)
+    once, twice, checked = FineHistogram(3), FineHistogram(3), Voxels.checked
+    once._add_on_device(Voxels(z, y))
+    calls = []
+
+    def short_once(self, piece):
+        calls.append(piece)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return checked(self, piece)
+
+    monkeypatch.setattr(Voxels, "checked", short_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        twice._add_on_device(Voxels(z, y))
+    twice._add_on_device(Voxels(z, y))
+    assert (twice.voxels, twice.nll) == (once.voxels, once.nll)
+    assert np.array_equal(twice.counts, once.counts)

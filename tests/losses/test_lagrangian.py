@@ -231,3 +231,16 @@ def test_a_hooked_trainer_observes_without_gradients_and_keeps_the_state_beside_
     resumed.load_checkpoint(str(first))
     assert torch.equal(other.multipliers.values, direct.multipliers.values)
     assert resumed.said[said:] == [str(first)]
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_a_network_in_half_precision_leaves_the_multipliers_as_they_are(cast):
+    """In bfloat16 a sum of a thousand stops growing."""
+    loss = losses.CRaC(2)
+    nn.ModuleList([loss]).to(cast)
+    multipliers = next(own for own in loss.modules() if isinstance(own, losses.adaptive.Multipliers))
+    for _ in range(2000):
+        multipliers.add(torch.tensor([[2.0, 4.0], [9.0, 9.0]]), torch.tensor([2, 3]))
+    multipliers.update()
+    expected = 1e-6 + torch.tensor([[0.1, 0.2], [0.3, 0.3]], dtype=torch.float64)
+    torch.testing.assert_close(multipliers.values, expected)

@@ -12,11 +12,13 @@ from datasets import plain
 from segcal.calibrators import CALIBRATORS, TemperatureScaling, load
 from segcal.cases import open_cases, write_dataset
 from segcal.cases.caseset import CaseRef, Split
-from segcal.errors import InputError, OutputError, SegcalError
+from segcal.errors import InputError, OutputError, RankError, SegcalError, UnreachableError
 from segcal.evaluation.evaluate import evaluate
 from segcal.study import Study, compare
 from segcal.study.splits import split_cases
 from segcal.study.summary.voxels import absent_classes, label_counts
+from segcal.study.work import tasks
+from segcal.study.work.run import Run
 from segcal.study.work.store import Store, fingerprints
 from segcal.study.work.tasks import FitTask, run_fits
 from segcal.synthetic import Temperature, demo_plant, scenes
@@ -392,3 +394,46 @@ def test_a_study_of_the_demo_is_complete():
     )
     assert flips["dc"]["compared"] == valid
     assert set(document["sum_rank"]) == {"uncalibrated", "ts", "dc"}
+
+
+def test_a_server_that_is_away_ends_the_study_and_is_no_methods_fault(monkeypatch, tmp_path):
+    cases = scenes(6, size=(16, 20), plant=[Temperature(2.0)])
+
+    def away(self, data):
+        raise UnreachableError("cannot be reached, after 5 tries", where="s3://bucket/logits/a.zarr")
+
+    monkeypatch.setattr(CALIBRATORS["vs"], "_fit", away)
+    with pytest.raises(UnreachableError, match="cannot be reached"):
+        compare(cases, methods=("ts", "vs"), repeats=1, tune="none", output=tmp_path / "report")
+    assert not (tmp_path / "report" / "results.json").exists()
+    monkeypatch.undo()
+    options = {"methods": ("ts", "vs"), "repeats": 1, "tune": "none", "output": tmp_path / "report", "resume": True}
+    rows = compare(cases, **options).document["methods"]
+    assert all(row["status"] == "ok" for row in rows)
+
+
+def test_a_rank_that_is_lost_ends_the_study(monkeypatch, tmp_path):
+    cases = scenes(6, size=(16, 20), plant=[Temperature(2.0)])
+    options = {"repeats": 1, "tune": "none", "output": tmp_path / "report"}
+    compare(cases, methods=("ts",), **options)
+
+    def lost(*some, **more):
+        raise RankError(0, 2, "connection closed by peer")
+
+    monkeypatch.setattr(tasks, "evaluate_many", lost)
+    with pytest.raises(RankError, match="lost another rank"):
+        compare(cases, methods=("ts", "vs"), resume=True, **options)
+
+
+def test_a_last_fit_that_fails_is_said(monkeypatch, tmp_path):
+    cases = scenes(8, size=(16, 20), plant=[Temperature(2.0)])
+    refit = Run.refit
+
+    def failing(self, key):
+        monkeypatch.setattr(CALIBRATORS["ts"], "_fit", lambda own, data: 1 / 0)
+        return refit(self, key)
+
+    monkeypatch.setattr(Run, "refit", failing)
+    study = compare(cases, methods=("ts",), repeats=1, output=tmp_path / "report")
+    assert any("The last fit" in own and "ZeroDivisionError" in own for own in study.recommendation["caveats"])
+    assert load(tmp_path / "report" / "calibrator.safetensors").num_classes == cases.num_classes

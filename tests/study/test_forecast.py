@@ -189,3 +189,11 @@ def test_one_case_can_be_calibrated_and_not_compared():
 def test_no_cases_are_refused():
     with pytest.raises(InputError, match="no cases"):
         DataSize.of(scenes(1, size=(16, 20))[:0])
+
+
+def test_files_whose_size_is_not_known_are_taken_for_plain(tmp_path, monkeypatch):
+    cases = segcal.open_cases(plain(tmp_path))
+    expected = plan(cases, ("ts",), machine=REFERENCE).row("apply ts").disk
+    monkeypatch.setattr("segcal.cases.caseset.file_size", lambda path: 0)  # as of all URLs
+    found = plan(cases, ("ts",), machine=REFERENCE).row("apply ts").disk
+    assert found == pytest.approx(expected, rel=0.5)

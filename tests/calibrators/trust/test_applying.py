@@ -11,6 +11,7 @@ from segcal.calibrators.trust.features import SUMMARY
 from segcal.calibrators.trust.tiles import Images, tiles
 from segcal.errors import InputError
 from segcal.kernels import dispatch
+from segcal.synthetic import SpatialTemperature, scenes
 
 CLASSES = 4
 
@@ -175,3 +176,14 @@ def test_without_wrong_voxels_there_is_nothing_to_fit():
 
 def test_penalties_are_tried_from_strong_to_weak():
     assert list(losers.STRENGTHS) == sorted(set(losers.STRENGTHS), reverse=True)
+
+
+@pytest.mark.parametrize(("classes", "size"), [(2, (400, 400)), (40, (90, 90))])
+def test_layouts_do_not_matter(classes, size):
+    """Losers of two classes, and of many, keep the layout of the logits; compiled loops write into them in place."""
+    cases = scenes(9, size=(32, 40), num_classes=classes, plant=[SpatialTemperature()])
+    fitted = TrustCalibration().fit(cases)
+    z = scenes(1, size=size, num_classes=classes)[0].logits
+    expected = fitted(z)
+    for other in (z.contiguous(memory_format=torch.channels_last), z.mT.contiguous().mT):
+        torch.testing.assert_close(fitted(other), expected, atol=1e-5, rtol=1e-5)

@@ -62,3 +62,17 @@ def test_a_strange_image_has_the_probabilities_of_ts():
     p, q = trust.predict_proba(strange), ts.predict_proba(strange)
     torch.testing.assert_close(p[1], q[1], atol=1e-5, rtol=0)
     torch.testing.assert_close(p[:1], trust.predict_proba(z), atol=1e-6, rtol=0)
+
+
+def test_images_that_are_alike_but_for_one_are_fitted():
+    """Without the one, the scatter of the others is the rounding of a difference."""
+    random = torch.Generator().manual_seed(0)
+    z = torch.zeros(10, 3, 24, 24)
+    z[:, 0] = 40 + torch.randn(10, 24, 24, generator=random)
+    z[4] = 2 * torch.randn(3, 24, 24, generator=random)
+    z[4, 1, 6:18, 6:18] += 6
+    y = z.argmax(1)
+    wrong = torch.rand(24, 24, generator=random) < 0.15
+    y[4][wrong] = torch.randint(3, (int(wrong.sum()),), generator=random)
+    fitted = TrustCalibration().fit(z, y)
+    assert torch.equal(fitted(z).argmax(1), z.argmax(1))
