@@ -20,6 +20,9 @@ def checked_labels(logits: Tensor, labels: Tensor) -> Tensor:
         Traceback (most recent call last):
         segcal.errors.InputError: labels have the shape of the logits, (2, 3, 4, 5): they are one-hot; expected class...
     """
+    for name, given in (("logits", logits), ("labels", labels)):
+        if not isinstance(given, Tensor):
+            raise InputError(f"{name} are {type(given).__name__}", expected="a tensor", fix="torch.from_numpy")
     if logits.ndim < 2 or not logits.is_floating_point():
         raise InputError(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}",

@@ -91,7 +91,7 @@ class Ensemble(ComposedCalibrator):
         return Fitted(before.nll, nll, *outcome, notes)
 
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
-        if isinstance(logits, Tensor):
+        if not isinstance(logits, list | tuple):
             return super()._log_probs(logits, image)
         self._check_members(len(logits))
         pooled = pool((z if z.dtype == torch.float64 else z.float() for z in logits), self.space)

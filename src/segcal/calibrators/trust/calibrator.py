@@ -261,7 +261,7 @@ class TrustCalibration(Calibrator):
     def _log_probs(self, logits: Tensor | Sequence[Tensor], image: Tensor | None) -> Tensor:
         """``forward``; of members' logits also their disagreement is seen, which counts as average without them."""
         members: Sequence[Tensor] = ()
-        if not isinstance(logits, Tensor):
+        if isinstance(logits, list | tuple):
             members = logits
             if len(members) != int(self.members):
                 expected = f"{int(self.members)}, as the calibrator was fitted to" if self.members else "one tensor"
