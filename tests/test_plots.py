@@ -737,3 +737,13 @@ def test_a_refused_update_changes_nothing(monkeypatch, accumulator) -> None:
     with pytest.raises(InputError, match="NaN logits at voxel"):
         accumulator.update(logits, LABELS, *distance)
     assert "voxels=0" in repr(accumulator)
+
+
+def test_names_with_dollars_are_no_formulas(tmp_path) -> None:
+    figure = style.canvas(None, 2, 2)
+    ax = figure.subplots()
+    style.tidy(ax, title=r"$\bad$ a$_$b", xlabel="$x$")
+    style.titled(figure, "$")
+    ax.set_xticks([0, 1], style.names_of([r"$\bad$", "b"], 2))
+    style.save(figure, tmp_path / "a.png")
+    assert ax.get_title(loc="left") == r"\$\bad\$ a\$_\$b"

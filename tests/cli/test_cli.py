@@ -106,6 +106,8 @@ def test_evaluate_presets_json_and_mistakes(run, tmp_path):
     assert {row[2] for row in json.loads(text)["rows"]} >= {"hd95", "ece[num_bins=15]"}
     for options, says in (
         (("--preset", "nope"), "preset is 'nope'"),
+        (("--preset", "crac", "--metrics", "ece"), "came with --metrics or --regions"),
+        (("--preset", "crac", "--regions", "interior"), "came with --metrics or --regions"),
         (("--metrics", "nope"), "metric is 'nope'"),
         (("--regions", "nope"), "region is 'nope'"),
         (("--regions", ","), "nothing was asked for"),

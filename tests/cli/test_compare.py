@@ -80,6 +80,8 @@ def test_shifted_data_and_a_model_from_a_module(run, data, tmp_path, monkeypatch
         ("mynet_for_segcal:number", "is a int"),
     ):
         assert says in run("compare", data, "-o", tmp_path / "x", "--model", model)[2]
+    lonely = run("compare", data, "-o", tmp_path / "x", "--model", "mynet_for_segcal:predict")[2]
+    assert "came without --shift" in lonely
     assert not (tmp_path / "x").exists()
 
 

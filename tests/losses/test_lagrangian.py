@@ -244,3 +244,10 @@ def test_a_network_in_half_precision_leaves_the_multipliers_as_they_are(cast):
     multipliers.update()
     expected = 1e-6 + torch.tensor([[0.1, 0.2], [0.3, 0.3]], dtype=torch.float64)
     torch.testing.assert_close(multipliers.values, expected)
+
+
+def test_parts_that_were_in_evaluation_mode_stay_in_it():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).train()
+    model[1].eval()  # frozen, as in fine-tuning
+    update_multipliers(losses.CRaC(2), model, [(torch.randn(1, 1, 4, 4), torch.ones(1, 4, 4, dtype=torch.long))])
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)

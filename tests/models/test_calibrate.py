@@ -282,3 +282,18 @@ def test_batches_with_other_classes_are_refused():
         segcal.calibrate(model, [(images, labels), (images, labels.clamp(max=1))], "ts")
     with pytest.raises(InputError, match="model is of type function"):
         segcal.calibrate(lambda x: x, [(images, labels)], "ts")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_probabilities_in_half_precision_keep_their_labels(dtype):
+    """Their logarithms may be equal where they are not."""
+    random = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 1), nn.Softmax(1)).eval().requires_grad_(False)
+    model[0].weight.copy_(0.05 * torch.randn(8, 1, 1, 1, generator=random))
+    images, labels = torch.randn(2, 1, 64, 64, generator=random), torch.randint(8, (2, 64, 64), generator=random)
+    net = segcal.calibrate(model, loader(images, labels), "ts", kind="probs").to(dtype)
+    x = images.to(dtype)
+    expected = net.model(x).argmax(1)
+    assert torch.equal(net.predict(x), expected)
+    assert torch.equal(net(x).argmax(1), expected)
+    assert torch.equal(net.predict_proba(x).argmax(1), expected)

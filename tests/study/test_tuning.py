@@ -11,6 +11,8 @@ from multilabel import stacked
 from segcal.calibrators import CALIBRATORS, load
 from segcal.errors import InputError
 from segcal.evaluation.evaluate import evaluate
+from segcal.metrics.measure import Measure
+from segcal.study import tuning
 from segcal.study.tuning import _choose, tune
 from segcal.synthetic import ClassAffine, ClassConditional, Temperature, scenes
 
@@ -168,3 +170,13 @@ def test_bad_calibrators_and_cases():
         _choose(table([[math.nan]], [[math.nan]]), "ece")
     with pytest.raises(InputError, match="off_diagonal is inf"):
         CALIBRATORS["dc"](off_diagonal=np.inf)
+
+
+def test_the_note_names_the_settings_of_the_calibrator_where_trials_are_alike(monkeypatch):
+    pytest.importorskip("optuna")
+    cases = scenes(4, size=(16, 20))
+    alike = {name: Measure.ratio(0.5, 10) for name in tuning._METRICS}
+    monkeypatch.setattr(tuning, "_measure", lambda candidates, validation: [[alike]])
+    found = tune(CALIBRATORS["vs"](solver="adam"), cases[:3], cases[3:], trials=3)
+    first = found.tuning[0].arguments
+    assert {name: found.arguments()[name] for name in first} == first

@@ -1,10 +1,15 @@
 """Ensembles, shifted images, and how much the findings depend on bins, cases and members."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from segcal.cases.caseset import Split
 from segcal.errors import InputError
 from segcal.study import compare
+from segcal.study.settings import Settings
+from segcal.study.splits import corrupted_sets, given_sets
 from segcal.synthetic import Temperature, scenes
 
 QUICK = {"tune": "none", "metrics": ("nll", "ece", "flip"), "regions": ("everything",), "repeats": 1}
@@ -97,3 +102,14 @@ def test_corrupted_images_are_predicted_anew(tmp_path):
     assert seen == [(1, 3, 32, 40)] * (2 * len(test))  # once for every corrupted test image, for all methods
     again = compare(small(6), ("ts",), **QUICK, model=model, shift=True, output=tmp_path, resume=True)
     assert again.document["shift"] == study.document["shift"]
+
+
+def test_corrupted_images_are_those_of_the_test_part_alone():
+    """Cases in no part may be the network's own training images."""
+    cases = scenes(8, size=(32, 40))
+    model = partial(torch.mean, dim=1, keepdim=True)
+    split = Split(cases[:2], cases[2:4], cases[4:6])
+    (mild, _) = corrupted_sets(cases, model, Settings(("ts",)))
+    assert mild.left(split).ids == cases[4:6].ids
+    (other,) = given_sets(cases, {"other": cases})
+    assert other.left(split).ids == cases[4:].ids

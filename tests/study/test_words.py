@@ -1,6 +1,7 @@
 """The advice in words: harm is called harm, the criterion is named, and shifted cases have a say."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,9 +111,9 @@ def test_leaving_the_scores_as_they_are_says_why():
     values = {"uncalibrated": (0.45, 0.05), "ts": (0.45, 0.05)}
     evidence = evidence_of(values, "uncalibrated")
     for candidates, left_out, says in (
-        (("uncalibrated", "ts"), (), "one standard error"),
+        (("uncalibrated", "ts"), (), "one standard error and by more than 0.0001 nats"),
         (("uncalibrated",), (), "no other allowed method"),
-        (("uncalibrated",), ("ts",), "loses on shifted cases"),
+        (("uncalibrated",), ("ts",), "fails or loses on shifted cases"),
     ):
         choice = Choice("uncalibrated", "uncalibrated", candidates, chosen("ts", values).validation_nll, left_out)
         for texts in ([one["text"] for one in headline(choice, evidence)], sentences(choice, evidence)):
@@ -211,3 +212,24 @@ def test_on_a_shift_that_undoes_calibration_robust_leaves_the_scores_alone():
     }  # fmt: skip
     with pytest.raises(InputError, match="robust without shifted cases"):
         compare(cases, ("ts",), 1, **options, robust=True)
+
+
+def test_several_test_cases_of_one_group_are_not_called_one():
+    values = {"uncalibrated": (0.45, 0.0500), "ts": (0.15, 0.0100)}
+    evidence = evidence_of(values, "ts", cases=1)
+    for row in (*evidence.differences.values(), *evidence.summary.values()):
+        row["n"] = 3
+    for row in evidence.summary.values():
+        row["low"] = row["high"] = math.nan
+    told = headline(chosen("ts", values), evidence)
+    assert "on the 3 test cases, which are one group" in told[1]["text"]
+    said = sentences(chosen("ts", values), evidence)
+    assert not any("one test case" in text or "95% intervals" in text for text in said)
+    assert any("test cases of one group cannot show" in text for text in said)
+
+
+def test_the_best_of_the_allowed_methods_is_not_called_the_best_of_all():
+    values = {"uncalibrated": (0.45, 0.05), "ts": (0.44, 0.04), "cms-op": (0.44, 0.04), "dc": (0.3, 0.03)}
+    choice = chosen("ts", {key: own for key, own in values.items() if key != "dc"})
+    (why,) = [text for text in sentences(replace(choice, best="cms-op"), evidence_of(values, "ts")) if "lowest" in text]
+    assert why.startswith("Of the allowed methods, cms-op has the lowest NLL")

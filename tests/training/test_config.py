@@ -102,3 +102,16 @@ def test_unreadable_files_are_named(tmp_path):
     for name in ("bad.toml", "none.toml"):
         with pytest.raises(ConfigError, match=f"{name}.*cannot be read"):
             load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("network", "given", "says"),
+    [
+        ("fc-densenet", {"norm": "none"}, "norm with network = 'fc-densenet'; expected only width, layers"),
+        ("efficientnet-unet", {"depth": 3, "layers": [2]}, "depth, layers with network"),
+        ("unet", {"layers": [2]}, "layers with network"),
+    ],
+)
+def test_a_key_that_the_network_does_not_have_is_refused(network, given, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config({"data": "d", "output": "o", "network": network, **given})

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from segcal.training.data import hold, open_dataset
-from segcal.training.samples import Draw, Samples, Schedule, augmented, rotate
+from segcal.training.samples import Draw, Samples, Schedule, augmented, resized, rotate
 from training.scans import small, write_scans
 
 
@@ -189,3 +189,14 @@ def test_processes_share_every_step(count, batch, world):
     assert sorted(seen) == list(range(count))
     assert Schedule(count, batch, 0).steps == len(ranks[0])
     assert list(Schedule(count, batch, 0).of(1)) != list(Schedule(count, batch, 0).of(2))
+
+
+@pytest.mark.parametrize("ignored", [255, -100, 2**31 - 1, 2**32 - 1, -(2**31)])
+def test_any_label_may_be_ignored(ignored):
+    labels = torch.randint(4, (2, 9, 11), generator=torch.Generator().manual_seed(0))
+    labels[:, 2] = ignored
+    images = torch.zeros(2, 1, 9, 11)
+    assert torch.equal(rotate(images, labels, [0.0, 0.0], ignored)[1], labels)
+    turned = rotate(images, labels, [30.0, 30.0], ignored)[1]
+    assert set(turned.unique().tolist()) == {0, 1, 2, 3, ignored}
+    assert torch.equal(resized(images[0], labels[0], (9, 11))[1], labels[0])

@@ -154,8 +154,16 @@ def _class_order(disk: DiskCase) -> list[int]:
     """For regions, the labels that nnU-Net paints one over the other, in the order of the channels."""
     if not disk.multilabel:
         return []
-    path = next(near / "dataset.json" for near in _near(disk) if (near / "dataset.json").is_file())
-    return [int(label) for label in json.loads(path.read_text("utf-8"))["regions_class_order"]]
+    path = next((near / "dataset.json" for near in _near(disk) if (near / "dataset.json").is_file()), None)
+    order = None if path is None else json.loads(path.read_text("utf-8")).get("regions_class_order")
+    if order is None:
+        raise DataError(
+            "no regions_class_order, by which regions become a segmentation",
+            where=str(path or disk.files.members[0].parent),
+            expected="nnU-Net's dataset.json with it",
+            fix="copy it there, or take the segmentations away: then scores alone are written",
+        )
+    return [int(label) for label in order]
 
 
 @contextmanager

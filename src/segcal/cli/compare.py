@@ -123,7 +123,7 @@ def compare_command(
             robust=robust,
             pooling=split_names(pooling, "--pooling"),
             shifted={_unique(path, shifted or []): open_data(path, device=device) for path in shifted or []},
-            model=load_model(model) if model else None,
+            model=_model(model, shift),
             shift=shift,
             sensitivity=split_names(sensitivity, "--sensitivity"),
             workers=workers,
@@ -148,6 +148,13 @@ def compare_command(
 def method_names(text: str) -> str | tuple[str, ...]:
     """What ``--methods`` asks for."""
     return text if text in _SETS else split_names(text, "--methods")
+
+
+def _model(text: str | None, shift: bool) -> Callable[..., Any] | None:
+    found = load_model(text) if text else None
+    if text and not shift:
+        raise InputError("came without --shift", where="--model", expected="both, or neither")
+    return found
 
 
 def load_model(text: str) -> Callable[..., Any]:

@@ -125,6 +125,8 @@ def evaluate_command(
         canvas(None, 1, 1)  # Raises now if matplotlib is missing.
     if maps:
         open_maps(cases, maps)
+    if preset_id and (metrics, regions) != (_METRICS, REGIONS_DEFAULT):
+        raise InputError("came with --metrics or --regions", where="--preset", expected="one or the other")
     columns: list[str | Column] = list(preset(preset_id).columns) if preset_id else list(split_metrics(metrics))
     areas = split_names(regions, "--regions")
     plan = Plan.make(columns, areas, seed=seed, exact=exact, background=cases.background)

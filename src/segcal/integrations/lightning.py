@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import shutil
 import sys
 import tempfile
@@ -121,7 +122,15 @@ def calibrator_of(checkpoint: str | Path | Mapping[str, Any]) -> Calibrator:
     where = None if isinstance(checkpoint, Mapping) else str(checkpoint)
     loaded = checkpoint
     if not isinstance(loaded, Mapping):
-        loaded = torch.load(loaded, map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(loaded, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise DataError(
+                f"cannot be read ({type(error).__name__})",
+                where=where,
+                expected="a checkpoint of tensors and plain values",
+                fix="torch.load it yourself, if you trust it, and give what it returns",
+            ) from None
     states = loaded.get("callbacks", {}).values()
     found = [state[_KEY] for state in states if isinstance(state, Mapping) and _KEY in state]
     if len(found) != 1:

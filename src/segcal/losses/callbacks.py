@@ -18,7 +18,7 @@ from segcal.losses.adaptive import CRaC
 def update_multipliers(loss: CRaC, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Observe a model on validation batches ``(images, labels)``, update the multipliers, return the new trace entry.
 
-    The model runs in evaluation mode without gradients and then returns to the mode it was in.
+    The model runs in evaluation mode without gradients, and then each of its parts returns to the mode it was in.
 
     Examples:
         >>> loss, model = CRaC(num_classes=2), nn.Conv2d(1, 2, 1)
@@ -26,14 +26,15 @@ def update_multipliers(loss: CRaC, model: nn.Module, batches: Iterable[tuple[Ten
         >>> entry["epoch"], model.training
         (1, True)
     """
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             for images, labels in batches:
                 loss.observe(model(images), labels)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     loss.update()
     return loss.multipliers.trace[-1]
 

@@ -19,7 +19,7 @@ from segcal.cases.splits import some
 from segcal.errors import DataError, InputError, SegcalError, check_name
 from segcal.files.atomic import atomic_path
 from segcal.files.plain import plain
-from segcal.scores import KINDS, at_least_float32, log_clamped, multilabel_view, presence, probabilities
+from segcal.scores import KINDS, at_least_float32, keep_argmax, log_clamped, multilabel_view, presence, probabilities
 from segcal.types import FitReport, Kind
 
 #: ``(images, model) -> output``: how the model is run, if not by ``model(images)``.
@@ -108,9 +108,12 @@ class CalibratedNetwork(nn.Module):
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.calibrator.channels is not None:
             return torch.stack([own(pair)[:, 1] for own, pair in self._by_channel(scores)], 1)
-        logits = scores if self.kind == "logits" else log_clamped(at_least_float32(scores)).to(scores.dtype)
-        log_probs: Tensor = self.calibrator(logits)
-        return log_probs
+        if self.kind == "logits":
+            found: Tensor = self.calibrator(scores)
+            return found
+        # In the type of the scores, logarithms of different probabilities may be equal.
+        log_probs = self.calibrator(log_clamped(at_least_float32(scores))).to(scores.dtype)
+        return keep_argmax(log_probs, scores.argmax(1)) if self.calibrator.preserves else log_probs
 
     def _by_channel(self, scores: Tensor) -> Iterator[tuple[Calibrator, Tensor]]:
         """The calibrator of each channel, and the channel's logits of outside and inside ``(N, 2, *spatial)``."""

@@ -116,7 +116,7 @@ def tidy(ax: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "", label
         spine.set(color=MUTED, linewidth=0.8)
     ax.set_facecolor("white")
     ax.tick_params(which="both", labelsize=SMALL, labelcolor=INK, color=MUTED, width=0.8, length=3)
-    ax.set_title(title, loc="left", fontsize=NORMAL, color=INK)
+    ax.set_title(plain(title), loc="left", fontsize=NORMAL, color=INK)
     ax.set_xlabel(xlabel, fontsize=label_size, color=INK)
     ax.set_ylabel(ylabel, fontsize=label_size, color=INK)
 
@@ -124,7 +124,7 @@ def tidy(ax: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "", label
 def titled(figure: FigureBase, title: str | None, note: str | None = None) -> Figure:
     """Give a figure or subfigure a title and a note, if there are any; returns the whole figure."""
     if text := ": ".join(filter(None, (title, note))):
-        figure.suptitle(text, fontsize=LARGE, color=INK, x=0.005, ha="left")
+        figure.suptitle(plain(text), fontsize=LARGE, color=INK, x=0.005, ha="left")
     return root(figure)
 
 
@@ -156,7 +156,12 @@ def names_of(class_names: Sequence[str] | None, num_classes: int) -> list[str]:
         return [f"class {k}" for k in range(num_classes)]
     if len(class_names) != num_classes:
         raise InputError(f"class_names has {len(class_names)} names", expected=f"{num_classes}, one for each class")
-    return [shortened(name) for name in class_names]
+    return [plain(shortened(name)) for name in class_names]
+
+
+def plain(text: str) -> str:
+    """A text that matplotlib draws as it is: between two dollars it would look for a formula."""
+    return text.replace("$", r"\$")
 
 
 def shortened(name: str, length: int = 20) -> str:

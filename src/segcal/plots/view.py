@@ -108,5 +108,5 @@ class View:
         ax.set(xticks=(), yticks=())
         for spine in ax.spines.values():
             spine.set(visible=True, color=style.FAINT, linewidth=0.8)
-        ax.set_title(title, loc="left", fontsize=style.NORMAL, color=style.INK)
+        ax.set_title(style.plain(title), loc="left", fontsize=style.NORMAL, color=style.INK)
         return shown

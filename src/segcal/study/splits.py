@@ -140,9 +140,10 @@ class ShiftedSet:
     modelled: bool = False
 
     def left(self, split: Split) -> CaseSet:
-        """The cases that this repeat has not seen: a corrupted copy of a calibration image counts as seen."""
-        seen = {*split.calibration.ids, *split.validation.ids}
-        cases = self.cases.select([case for case in self.cases.ids if case not in seen])
+        """The cases that this repeat has not seen, by their names; corrupted copies are those of its test cases."""
+        seen, tested = {*split.calibration.ids, *split.validation.ids}, set(split.test.ids)
+        left = [case for case in self.cases.ids if (case in tested if self.modelled else case not in seen)]
+        cases = self.cases.select(left)
         if not len(cases):
             raise InputError(
                 f"all cases of '{self.name}' were fitted to or chosen on",

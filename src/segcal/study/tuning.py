@@ -214,7 +214,7 @@ class _Tuning:
             candidate.fit(calibration, validation=validation, voxels=self.voxels, seed=seed)
             tried.append(Trial.of(arguments, _measure([candidate], validation)[0]))
             value: float = getattr(tried[-1], select)
-            if value <= min(getattr(trial, select) for trial in tried):
+            if min(tried, key=lambda trial: getattr(trial, select)) is tried[-1]:  # the first of equal ones
                 fitted[:] = [candidate]
             return value
 

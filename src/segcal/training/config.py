@@ -15,7 +15,7 @@ from segcal.cases.toml import BOOL, Rule, check_known, checked, choice, is_numbe
 from segcal.errors import MAX_SEED, ConfigError, check_name
 from segcal.losses import LOSSES, CombinedLoss
 from segcal.training.densenet import LAYERS_103
-from segcal.training.networks import Network
+from segcal.training.networks import OPTIONS, Network
 from segcal.training.unet import Norm
 
 Augmentation = Literal["flip", "mirror", "rotate", "scale", "contrast"]
@@ -210,6 +210,9 @@ def parse_config(raw: Mapping[str, Any]) -> TrainingConfig:
         raise ConfigError("augment with 'scale', and no crop", expected="crop = [...]: the size of scaled samples")
     if config.network in ("fc-densenet", "efficientnet-unet") and config.dims != 2:
         raise ConfigError(f"dims = {config.dims}", expected=f"dims = 2, as network = '{config.network}' takes images")
+    known = OPTIONS[config.network]
+    if idle := sorted({name for names in OPTIONS.values() for name in names} & set(raw) - {*known, "dims"}):
+        raise ConfigError(f"{', '.join(idle)} with network = '{config.network}'", expected=f"only {', '.join(known)}")
     if config.encoder is not None and config.network != "efficientnet-unet":
         raise ConfigError(f"encoder with network = '{config.network}'", expected="network = 'efficientnet-unet'")
     return config

@@ -37,7 +37,7 @@ LAST, BEST, LOG = "last.pt", "best.safetensors", "log.csv"
 # Format and version of checkpoints. They hold tensors and plain values, no code.
 _CHECKPOINT = {"format": "segcal.training", "version": 1}
 # Keys that may differ from the checkpoint's when a run is resumed, because they do not change the steps made so far.
-# The scans themselves are compared, wherever they are.
+# Names and sizes of the scans are compared, wherever they are.
 _FREE = ("data", "output", "epochs", "save_every", "device", "compile", "workers", "logits", "encoder")
 # The parts of a trainer with a state of their own.
 _STATEFUL = ("network", "optimiser", "scaler", "loss")
@@ -221,6 +221,10 @@ class Trainer:
 
     def predictions(self, part: str) -> CaseSet:
         """The best model's logits of ``train``, ``validation`` or ``test`` scans as cases, computed when used."""
+        if not self.best:
+            raise InputError(
+                "no epoch has been validated yet", where="predictions", expected="a best model", fix="train longer"
+            )
         best = load_network(self.output / BEST).to(self.processes.device)
         return predictions(best, self.dataset, self._scans_of(part), self.config)
 

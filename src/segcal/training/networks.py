@@ -16,8 +16,8 @@ from segcal.training.segmenter import KEY, Segmenter
 from segcal.training.unet import UNet
 
 Network = Literal["unet", "residual-unet", "fc-densenet", "efficientnet-unet"]
-# The options of each network.
-_OPTIONS: dict[Network, tuple[str, ...]] = {
+#: The options of each network.
+OPTIONS: dict[Network, tuple[str, ...]] = {
     "unet": ("width", "depth", "norm", "dims"),
     "residual-unet": ("width", "depth", "norm", "dims"),
     "fc-densenet": ("width", "layers"),
@@ -45,7 +45,7 @@ def new_network(
         [4, 4]
     """
     check_name("network", network, get_args(Network))
-    own = {name: options[name] for name in _OPTIONS[network] if name in options}
+    own = {name: options[name] for name in OPTIONS[network] if name in options}
     found: Segmenter
     if network == "fc-densenet":
         found = FCDenseNet(channels, classes, **own)

@@ -285,7 +285,7 @@ def resized(image: Tensor, labels: Tensor, size: Sequence[int]) -> tuple[Tensor,
     """
     mode = "bilinear" if labels.ndim == 2 else "trilinear"
     scaled = F.interpolate(image[None], tuple(size), mode=mode, align_corners=False)[0]
-    moved = F.interpolate(labels[None, None].float(), tuple(size), mode="nearest-exact")[0, 0]
+    moved = F.interpolate(labels[None, None].double(), tuple(size), mode="nearest-exact")[0, 0]  # any label is exact
     return scaled, moved.to(labels.dtype)
 
 
@@ -306,10 +306,10 @@ def rotate(images: Tensor, labels: Tensor, degrees: Sequence[float], ignore_inde
     grid = F.affine_grid(_on(turns, images.device), [count, 1, height, width], align_corners=False)
     flat = images.reshape(count, -1, height, width)
     turned = F.grid_sample(flat, grid, mode="bilinear", align_corners=False).view(images.shape)
-    # Rotation fills in zeros from outside the image, so the ignored label is shifted to 0 meanwhile.
-    shifted = (labels - ignore_index).float().reshape(count, -1, height, width)
-    moved = F.grid_sample(shifted, grid, mode="nearest", align_corners=False)
-    return turned, moved.long().view(labels.shape) + ignore_index
+    # Rotation fills in zeros from outside the image, so meanwhile 0 is ignored and classes count from 1.
+    counted = torch.where(labels == ignore_index, 0, labels + 1).float().reshape(count, -1, height, width)
+    moved = F.grid_sample(counted, grid, mode="nearest", align_corners=False).long().view(labels.shape) - 1
+    return turned, torch.where(moved < 0, ignore_index, moved)
 
 
 def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:

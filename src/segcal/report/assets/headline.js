@@ -35,7 +35,7 @@ function factsLine() {
   return [
     data.name,
     plural(data.cases, "case"),
-    `${whole(data.num_classes)} classes`,
+    channels.length ? plural(channels.length, "channel") : `${whole(data.num_classes)} classes`,
     data.spatial_rank === 3 ? "3D" : "2D",
     data.members ? plural(data.members, "ensemble member") : null,
     plural(working.length - 1, "method"),

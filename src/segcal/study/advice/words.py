@@ -80,10 +80,13 @@ def headline(choice: Choice, evidence: Evidence) -> list[dict[str, str]]:
 def nothing_better(choice: Choice) -> str:
     """Why the scores are left uncalibrated."""
     if len(choice.candidates) > 1:
-        return "no allowed method improves NLL on the validation cases by more than one standard error"
-    return (
-        "every other allowed method loses on shifted cases" if choice.left_out else "there is no other allowed method"
-    )
+        return (
+            "no allowed method improves NLL on the validation cases by more than one standard error and by more than "
+            "0.0001 nats"
+        )
+    if choice.left_out:
+        return "every other allowed method fails or loses on shifted cases"
+    return "there is no other allowed method that changes anything here"
 
 
 def ece_caveat(choice: Choice, evidence: Evidence) -> list[str]:
@@ -129,8 +132,10 @@ def _by_nll(choice: Choice, evidence: Evidence) -> dict[str, str]:
         return _sentence(f"{name} lowers NLL{share} on the test cases{kept}.")
     if verdict == "worse":
         return _sentence(f"{name} raises NLL on the test cases, {moved}.", "worse")
-    if verdict is None:  # One case has no interval.
-        return _sentence(f"{name} takes NLL {moved} on the only test case{kept}.")
+    if verdict is None:  # One case or group has no interval.
+        count = evidence.differences[choice.method, "nll"]["n"]
+        where = "the only test case" if count == 1 else f"the {counted(count, 'test case')}, which are one group"
+        return _sentence(f"{name} takes NLL {moved} on {where}{kept}.")
     return _sentence(f"{name} hardly changes NLL on the test cases{kept}: {moved}, which may be chance.")
 
 
@@ -185,10 +190,11 @@ def sentences(choice: Choice, evidence: Evidence) -> list[str]:
         for key in (UNCALIBRATED, choice.method)
     )
     channels = evidence.diagnosis.get("channels", ())
+    known = "" if math.isnan(evidence.summary[UNCALIBRATED, "nll"]["low"]) else ", with 95% intervals"
     over = f"means over {len(channels)} channels and over the test cases" if channels else "means over the test cases"
     found = [
         f"Uncalibrated, the network is {in_words(evidence.diagnosis)}: NLL {before['nll']}, "
-        f"ECE {before['ece']}; {over}, with 95% intervals."
+        f"ECE {before['ece']}; {over}{known}."
     ]
     if choice.method == UNCALIBRATED:
         found.append(f"Leave the scores uncalibrated: {nothing_better(choice)}.")
@@ -208,7 +214,7 @@ def sentences(choice: Choice, evidence: Evidence) -> list[str]:
             found.append(f"It expects {_POOLED[method['pooling']]}.")
     found += [shift_sentence(choice.method, one) for one in evidence.shift]
     if choice.left_out:
-        found.append(f"Excluded because they lose on shifted cases: {', '.join(choice.left_out)}.")
+        found.append(f"Excluded by shifted cases, where they fail or lose: {', '.join(choice.left_out)}.")
     return found
 
 
@@ -220,9 +226,11 @@ def caveats(choice: Choice, evidence: Evidence) -> list[str]:
         few = counted(evidence.cases, "case")
         found.append(f"Each method was fitted to {few}. With fewer than {FEW_CASES}, chance matters.")
     if test["n"] < FEW_CASES:
-        found.append(f"Tested on {counted(test['n'], 'case')}. With fewer than {FEW_CASES}, intervals are too narrow.")
+        narrow = f"With fewer than {FEW_CASES}, intervals are too narrow." if test["n"] > 1 else "One has no intervals."
+        found.append(f"Tested on {counted(test['n'], 'case')}. {narrow}")
     if absent := [name for name, count in evidence.voxels.items() if count == 0]:
-        found.append(f"No calibration voxel is labelled {quoted(absent)}: nothing was learnt about it.")
+        them = "it" if len(absent) == 1 else "them"
+        found.append(f"No calibration voxel is labelled {quoted(absent)}: nothing was learnt about {them}.")
     if rare := [name for name, count in evidence.voxels.items() if 0 < count < FEW_VOXELS]:
         found.append(f"Fewer than {FEW_VOXELS} calibration voxels are labelled {quoted(rare)}.")
     if evidence.groups is not None and evidence.groups < inference.FEW_GROUPS:
@@ -259,8 +267,9 @@ def _why(choice: Choice, evidence: Evidence) -> list[str]:
         higher = f"only {more:.4f} higher" if more >= 0.0001 else "less than 0.0001 higher"
         within = f", within one standard error ({error:.4f})," if 0.0001 <= more <= error else ""
         return [
-            f"{choice.best} has the lowest NLL on the validation cases ({best['mean']:.4f}), but {choice.method} "
-            f"({nll['mean']:.4f}) is {higher}{within} and has {counted(own, 'parameter')} instead of {richer:,}."
+            f"Of the allowed methods, {choice.best} has the lowest NLL on the validation cases ({best['mean']:.4f}), "
+            f"but {choice.method} ({nll['mean']:.4f}) is {higher}{within} and has {counted(own, 'parameter')} instead "
+            f"of {richer:,}."
         ]
     if choice.method == UNCALIBRATED:
         return []
@@ -272,7 +281,8 @@ def _why(choice: Choice, evidence: Evidence) -> list[str]:
 
 def _how_sure(metric: str, row: Mapping[str, Any]) -> str:
     if math.isnan(row["low"]):
-        return f"{metric} changes by {row['mean']:+.4f}; one test case cannot show how certain that is."
+        few = "one test case" if row["n"] == 1 else "test cases of one group"
+        return f"{metric} changes by {row['mean']:+.4f}; {few} cannot show how certain that is."
     says = {"better": "falls", "worse": "gets worse"}.get(row["verdict"], "shows no clear change")
     p = row["p_adjusted"]
     test = "" if math.isnan(p) else f" (Wilcoxon, adjusted {'p < 0.001' if p < 0.001 else f'p = {p:.2g}'})"
