@@ -46,10 +46,12 @@ def test_the_sample_of_a_device_is_that_of_the_cpu():
 def test_a_device_gives_no_more_voxels_than_a_sample_can_hold():
     strata = torch.from_numpy(np.random.default_rng(0).integers(0, 20, 3000))
     highest = np.full(20, np.iinfo(np.uint64).max, np.uint64)
-    kept, of_kept, keys = sampling._choose_on_device(strata, 5, highest, np.zeros(20, np.int64), 300)
+    lowered = highest.copy()
+    kept, of_kept, keys = sampling._choose_on_device(strata, 5, lowered, np.zeros(20, np.int64), 300)
     assert 300 <= len(kept) <= 300 + 3 * 20
     everything, of_all, all_keys = sampling._choose_on_device(strata, 5, highest, np.zeros(20, np.int64), 10**9)
     for stratum in range(20):  # the lowest keys of every stratum
         lowest = np.sort(all_keys[of_all == stratum])[: np.count_nonzero(of_kept == stratum)]
         assert np.array_equal(np.sort(keys[of_kept == stratum]), lowest)
+        assert lowered[stratum] == lowest[-1]  # so that later voxels with higher keys are not kept either
     assert len(everything) == 3000

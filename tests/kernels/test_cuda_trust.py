@@ -56,7 +56,9 @@ def test_point_features_and_sums(classes: int) -> None:
     assert torch.equal(sums[0], expected.totals.predicted)
     assert torch.equal(sums[2], expected.totals.changes)
     assert torch.equal(sums[1][:, :2], rounded.flatten(2).long().sum(2))
-    torch.testing.assert_close(sums[1] / winner[0].numel() / _UNIT, expected.totals.means(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        sums[1].double() / winner[0].numel() / _UNIT, expected.totals.means(), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [(44, 45), (2, 35, 12), *([(1, 40)] if DEVICE == "cuda" else [])])

@@ -23,16 +23,20 @@ def write_scans(root, count=8, size=(24, 28), classes=3, splits=True, **options)
 
 def small(root, output="run", **options):
     """A configuration that trains in a second."""
-    defaults = {"width": 4, "depth": 2, "batch": 2, "epochs": 2, "device": "cpu"}
-    return parse_config({"data": str(root), "output": str(root.parent / output), **defaults, **options})
+    return parse_config({"data": str(root), "output": str(root.parent / output), **quick(options), **options})
+
+
+def quick(options):
+    """Keys that let the network of these options train in a second."""
+    depth = {"depth": 2} if options.get("network", "unet") in ("unet", "residual-unet") else {}
+    return {"width": 4, "batch": 2, "epochs": 2, "device": "cpu", **depth}
 
 
 def write_toml(path, **options):
     """A training file."""
-    defaults = {"width": 4, "depth": 2, "batch": 2, "epochs": 2, "device": "cpu"}
     lines = [
         f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-        for name, value in {**defaults, **options}.items()
+        for name, value in {**quick(options), **options}.items()
     ]
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -46,7 +46,7 @@ _GROUPS = Rule(
 )
 _INTEGER = Rule(_is_int, "a whole number that fits 64 bits")
 _COUNT = Rule(lambda v: _is_int(v) and v > 0, "a whole number above 0")
-_NAMES = list_of(is_text, "a list of texts, none empty, all different", whole=lambda v: len(set(v)) == len(v))
+_NAMES = list_of(is_text, "a list of texts, all different names, none empty", whole=lambda v: len(set(v)) == len(v))
 _BACKGROUND = Rule(lambda v: v == "none" or _is_int(v), "the number of a class, or 'none'")
 _LABELS = list_of(lambda v: _is_int(v) and v >= 0, "a list of labels", whole=bool)
 _SIZES = list_of(

@@ -175,8 +175,10 @@ class VoxelSampler:
 
     def limits(self) -> Keys | None:
         """The keys up to which the sample needs voxels, where some of them were let go; None if all are there."""
+        if not self._sizes.any():
+            return None
         quota = _quota(self._sizes, self._sizes, self.voxels)
-        if not quota.any() or (np.bincount(self._strata_and_keys()[0], minlength=len(quota)) >= quota).all():
+        if (np.bincount(self._strata_and_keys()[0], minlength=len(quota)) >= quota).all():
             return None
         share = (quota + _MARGIN * (1 + np.sqrt(quota))) / np.maximum(self._sizes, 1)
         limits = np.full(len(share), _LAST)
