@@ -46,9 +46,7 @@ def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **
     COMPILED.add(self.fn.__name__)
 
 
-driver.set_active(Hopper())
-_run, JITFunction.run = JITFunction.run, compile_only
-
+_run = JITFunction.run
 # Classes of the kernels for few and for many.
 FEW, MANY = 5, 26
 SIZE = (2, 45, 52)
@@ -95,22 +93,30 @@ def trust() -> None:
     cuda_trust.level(z, odds, winner, BELOW)
 
 
-for classes, dtype in ((FEW, torch.float32), (MANY, torch.bfloat16)):
-    statistics(classes, dtype)
-    maps(classes, dtype)
-mask, other = torch.ones(SIZE, dtype=torch.bool), torch.zeros(SIZE, dtype=torch.int64)
-more = {"mask": mask, "slots": other.to(torch.uint8), "num_slots": 3, "uncalibrated": other}
-statistics(FEW, torch.float16, score_map=AffineMap.temperature(1.7), **more)
-trust()
-far = cuda_distance.distances(mask, (1.0, 1.0))
-for slots in (None, other.to(torch.uint8)):
-    cuda_distance.sums_by_slot(far, mask, slots, 4)
+def main() -> None:
+    """Compile everything; fails if a kernel was left out."""
+    driver.set_active(Hopper())
+    JITFunction.run = compile_only
+    for classes, dtype in ((FEW, torch.float32), (MANY, torch.bfloat16)):
+        statistics(classes, dtype)
+        maps(classes, dtype)
+    mask, other = torch.ones(SIZE, dtype=torch.bool), torch.zeros(SIZE, dtype=torch.int64)
+    more = {"mask": mask, "slots": other.to(torch.uint8), "num_slots": 3, "uncalibrated": other}
+    statistics(FEW, torch.float16, score_map=AffineMap.temperature(1.7), **more)
+    trust()
+    far = cuda_distance.distances(mask, (1.0, 1.0))
+    for slots in (None, other.to(torch.uint8)):
+        cuda_distance.sums_by_slot(far, mask, slots, 4)
 
-there = {
-    name
-    for module in MODULES
-    for name, own in vars(import_module(f"segcal.kernels.cuda_{module}")).items()
-    if isinstance(own, JITFunction) and name.endswith("_loop")
-}
-assert there == COMPILED, there ^ COMPILED
-print(*sorted(COMPILED))
+    there = {
+        name
+        for module in MODULES
+        for name, own in vars(import_module(f"segcal.kernels.cuda_{module}")).items()
+        if isinstance(own, JITFunction) and name.endswith("_loop")
+    }
+    assert there == COMPILED, there ^ COMPILED
+    print(*sorted(COMPILED))
+
+
+if __name__ == "__main__":
+    main()
