@@ -66,6 +66,14 @@ def holding(labels: Tensor, ignore_index: int | None) -> Tensor:
     return labels if numbers.min <= ignore_index <= numbers.max else labels.long()
 
 
+def check_ignored(ignore_index: object) -> None:
+    """Raise unless the label to be ignored is a whole number."""
+    if type(ignore_index) is not int:
+        raise InputError(
+            f"ignore_index is {ignore_index!r}", expected="a whole number", fix="say -1 if no label is to be ignored"
+        )
+
+
 def checked_mask(mask: Tensor, labels: Tensor, name: str) -> Tensor:
     """A bool mask of the labels' shape, on their device."""
     check_like(name, mask, labels, "bool", f"pass {name} as (N, *spatial), True where a voxel belongs")

@@ -25,6 +25,7 @@ from torch.utils.data.sampler import BatchSampler
 from segcal.cases.caseset import CHANNEL_CLASSES, CaseRef, CaseSet
 from segcal.cases.splits import Groups
 from segcal.cases.tensors import Batch, batch_as_cases, is_pair
+from segcal.checks import check_ignored
 from segcal.errors import InputError, naming
 from segcal.types import Case, Kind
 
@@ -108,7 +109,7 @@ class Declared(NamedTuple):
     @classmethod
     def of(cls, kind: Kind, ignore_index: int, channel_names: Sequence[str] | None) -> Declared:
         """As the arguments of public functions say."""
-        _check_ignored(ignore_index)
+        check_ignored(ignore_index)
         return cls(kind, ignore_index, None if channel_names is None else tuple(channel_names))
 
     @property
@@ -155,16 +156,9 @@ def _case_set(
     return replace(cases, num_classes=2, class_names=CHANNEL_CLASSES, channel_names=declared.channel_names)
 
 
-def _check_ignored(ignore_index: Any) -> None:
-    if type(ignore_index) is not int:
-        raise InputError(
-            f"ignore_index is {ignore_index!r}", expected="a whole number", fix="say -1 if no label is to be ignored"
-        )
-
-
 def cases_to_fit(source: Source, labels: Any, ignore_index: int, mask: Any) -> CaseSet:
     """``cases_from``, but the images of a single batch become about ten cases, which are fitted faster."""
-    _check_ignored(ignore_index)
+    check_ignored(ignore_index)
     batch = None if isinstance(source, CaseSet) else single_batch(source, labels, "logits", mask)
     if batch is None:
         return cases_from(source, labels, ignore_index=ignore_index, mask=mask)
