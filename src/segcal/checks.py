@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def holding(labels: Tensor, ignore_index: int | None) -> Tensor:
 
 def check_ignored(ignore_index: object) -> None:
     """Raise unless the label to be ignored is a whole number."""
-    if type(ignore_index) is not int:
+    if not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool):
         raise InputError(
             f"ignore_index is {ignore_index!r}", expected="a whole number", fix="say -1 if no label is to be ignored"
         )

@@ -128,7 +128,7 @@ class _Convolution(nn.Conv2d):
         x = F.pad(x, self.beyond)
         if self.groups == 1 or x.device.type != "cpu":
             return super().forward(x)
-        # On a CPU a convolution of each channel takes three to six times as long in bfloat16 as in float32.
+        # On a CPU a convolution of each channel takes much longer in bfloat16 than in float32.
         with torch.autocast("cpu", enabled=False):
             return super().forward(x.float()).to(x.dtype)
 
